@@ -155,7 +155,7 @@ class Traffic:
     Attributes
     ----------
     batch, steps : int
-        Sequences at a time; steps that are counted, after as many that are not.
+        Sequences at a time; counted steps, after the same number of warm-up steps.
     prompt, answer, longest : int
         Mean tokens of each, and the most that a sequence may have.
     """

@@ -53,7 +53,7 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_run(commands)
     show = commands.add_parser("list", help="print the cases, their cost, and times on one H200")
-    show.add_argument("operations", nargs="*", type=_known, metavar="OPERATION", help="those of `run`; default: all")
+    show.add_argument("operations", nargs="*", type=_known, metavar="OPERATION", help="operations; default: all")
     show.set_defaults(handler=list_cases)
     _add_compare(commands)
     _add_module(commands, "compare-trees", "time two source trees in turn on the GPU", trees_command)

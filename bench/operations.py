@@ -44,6 +44,6 @@ _KNOWN = (
     SPARSE_FORWARD,
     SPARSE_FORWARD_FP8,
 )
-# ---- End of what is written
+# ---- End of the generated part
 
 OPERATIONS: dict[str, BenchOperation] = {operation.name: operation for operation in _KNOWN}

@@ -43,7 +43,7 @@ class PagedCache:
 
 
 def decode_token(weights: MlaWeights, hidden: np.ndarray, cache: PagedCache) -> np.ndarray:
-    """The layer's result (1, hidden) for one more token, whose hidden state is (1, hidden)."""
+    """The layer's result (1, hidden) for one more token with the hidden state (1, hidden)."""
     position = cache.seqlens.copy()
     cache.append(layer.project_latents(weights, hidden, position)[0])
     q = layer.absorb_queries(weights, layer.project_queries(weights, hidden, position))

@@ -10,7 +10,7 @@ later. Its stages, each of which leaves weights (NAME.pt) and rows of measuremen
     dense     trains the model with attention to all tokens
     warmup    freezes it and trains an indexer for each layer, from that attention
     sparse    trains both with attention to the selected tokens
-    control   trains the dense model for as many steps as `sparse`
+    control   trains the dense model for the same number of steps as `sparse`
     compare   repeats some steps with losses in plain PyTorch: the curves coincide
     measure   validation losses, facts found, times of steps, memory; generates with sparse decode
     layer     times one layer of DeepSeek-V3.2's size: the warm-up's loss, and FlashAttention (needs a GPU)
@@ -151,13 +151,13 @@ def corpus() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], str]:
 
 
 def text_row(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int) -> tuple[Any, Any]:
-    """A piece of a text, all of which is to be predicted."""
+    """A piece of a text to predict as a whole."""
     at = rng.integers(len(text) - n)
     return text[at : at + n], text[at : at + n]
 
 
 def copy_row(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int) -> tuple[Any, Any]:
-    """Random segments, each of which comes again; the repeats are to be predicted."""
+    """Random segments that repeat; the repeats are to be predicted."""
     ids: list[Any] = []
     labels: list[Any] = []
     while len(ids) < n:
@@ -290,7 +290,7 @@ class Masters:
         self.adam = torch.optim.AdamW(parts, betas=(0.9, 0.95), weight_decay=0.01)
 
     def accumulate(self) -> None:
-        """Add the weights' gradients to those of the copies."""
+        """Add the weights' gradients to the copies' gradients."""
         for weights, copies in zip(self.weights, self.copies, strict=True):
             for weight, copy in zip(weights, copies, strict=True):
                 if weight.grad is not None:
@@ -390,7 +390,7 @@ class Stage:
 
 
 def train(run: Run, stage: Stage, most: int, seconds: float | None) -> None:
-    """Train for `most` steps, or as many as fit into so many seconds; leave weights and rows."""
+    """Train for `most` steps, or until the time is over; leave weights and rows."""
     checkpoint, stage.steps = run.out / f"{stage.name}.resume.pt", most
     if checkpoint.exists():
         stage.resume(checkpoint)
@@ -572,7 +572,7 @@ def dense(run: Run) -> None:
 
 
 def control(run: Run) -> None:
-    """Further steps of the dense model, as many as the sparse one has had."""
+    """Further steps of the dense model, equal in number to the sparse model's."""
     rows = run.rows("sparse")
     steps = rows[-1]["steps"] if rows else run.size.steps["sparse"]
     model = load(run, "dense")

@@ -1,6 +1,6 @@
 """Sparse attention with gradients in PyTorch: `mla_cupy.torch`, eager and compiled, checked against autograd.
 
-The script compares result and gradients with those of the same attention written in plain PyTorch, in float64, on a
+The script compares result and gradients with the same attention written in plain PyTorch, in float64, on a
 small case: on PyTorch's GPU if it has one, else on the CPU.
 """
 

@@ -49,7 +49,7 @@ class Arrays:
     def __init__(self, options: argparse.Namespace, rng: np.random.Generator) -> None:
         self.options, self.rng = options, rng
         self.start()
-        # The heads have most of their projection in common, so that they agree on keys as those of a model do.
+        # The heads share most of their projection, so that they agree on keys like a model's heads.
         shape = (options.width, options.heads, D_QK)
         common, own = rng.standard_normal((shape[0], 1, D_QK), np.float32), rng.standard_normal(shape, np.float32)
         unit = options.width**-0.5

@@ -83,7 +83,7 @@ if TYPE_CHECKING:
         which,
         workspace_bytes,
     )
-    # ---- End of what is written
+    # ---- End of the generated part
 
 # ---- Written by `python -m tools.generate`: public names
 __all__ = [
@@ -217,7 +217,7 @@ _HOMES = {
     "which": "ops",
     "workspace_bytes": "ops",
 }
-# ---- End of what is written
+# ---- End of the generated part
 
 
 def __getattr__(name: str) -> Any:
@@ -234,7 +234,7 @@ def __dir__() -> list[str]:
 
 
 def _find_benches() -> None:
-    """Let `mla_cupy.bench` lead, in a checkout, to the folder beside this one."""
+    """Make `mla_cupy.bench` find, in a checkout, the folder next to this one."""
     checkout = os.path.dirname(os.path.abspath(__path__[0]))
     if os.path.isdir(os.path.join(checkout, "cuda_src")):
         __path__.append(checkout)
@@ -244,7 +244,7 @@ _find_benches()
 
 
 def _compile_core_kernels() -> None:
-    """Start compiling for this machine's GPUs, if MLA_CUPY_JIT says so; costs a call of NVML where there is one."""
+    """Start compiling for this machine's GPUs, if MLA_CUPY_JIT requests it; costs a call of NVML where there is one."""
     from mla_cupy.errors import ArgumentError
     from mla_cupy.runtime import env
 

@@ -72,19 +72,19 @@ class CacheFormat:
     about : str
         Who uses it.
     planes : tuple of int
-        Bytes per token of each plane.
+        Bytes per token in each plane.
     fields : tuple of Field
     scales : tuple of str
-        The rules by which a quantiser may choose scales, the default first.
+        Rules that a quantiser may use for scales, the default first.
     group : int
-        Elements that share a scale; 0 where there are no scales in the record.
+        Elements that share a scale; 0 for formats without scales.
     d_qk, d_v : int
-        Widths of the key and of the value, whose elements are the key's first. 0 for records that attention does not
-        read.
+        Widths of the key and of the value (the first elements of the key). 0 for formats that attention does not read.
     other_widths : tuple of int
-        Further sizes of the last axis, of shorter tokens with the same fields, where the format is named.
+        Further sizes of the last axis, of shorter tokens with the same fields, if the format is named.
     page_multiple : int
-        Page strides are multiples of this many bytes by convention. Kernels take any page stride that is large enough.
+        Page strides are multiples of this many bytes by convention. Kernels support any page stride that is large
+        enough.
     """
 
     name: str
@@ -126,7 +126,7 @@ class CacheFormat:
 
     @property
     def grouped(self) -> tuple[str, ...]:
-        """Names of the fields whose elements share scales in groups."""
+        """Names of the fields with scales per group of elements."""
         return tuple(f.name for f in self.fields if f.name in ("latent", "rope", "key") and self.group and f.is_code)
 
     def field(self, name: str) -> Field:
@@ -268,7 +268,7 @@ FORMATS: dict[str, CacheFormat] = {record.name: record for record in (*LATENT_FO
 #: Dtypes of arrays of bytes: 8-bit floats travel as bytes, whatever a library calls them.
 BYTE_DTYPES = ("uint8", "float8_e4m3fn")
 
-#: Pages begin at, and step by, multiples of so many bytes.
+#: Alignment of a page's start and strides, in bytes.
 PAGE_ALIGNMENT = 16
 
 _RULES = {
@@ -319,7 +319,7 @@ def words_before_changes(max_rows: int) -> int:
     return HEADER_WORDS + 4 * max_rows + 2
 
 
-#: The quantisers' constants: largest e4m3 value, and FlashMLA's least ratio to it, whose power of two is 2^-13.
+#: The quantisers' constants: largest e4m3 value, and FlashMLA's least ratio to it, with a power of two of 2^-13.
 MAX_E4M3 = 448.0
 MIN_RATIO = 1e-4
 #: Largest e2m1 value, and the least scale of such a group: the smallest e4m3 number above 0.
@@ -347,7 +347,7 @@ def head_axis(shape: Sequence[int], argument: str = "cache") -> int:
         if shape[axis] == 1:
             return axis
     expected = "(num_pages, page_size, 1, width) or (num_pages, 1, page_size, width)"
-    remedy = "pass the one KV head of MLA, or leave its axis out"
+    remedy = "pass one KV head, or leave its axis out"
     raise ShapeError(explain(f"{argument}.shape", tuple(shape), expected, remedy))
 
 
@@ -368,7 +368,7 @@ def format_of(
     listed: Collection[str] = (),
     d_qk: int | None = None,
 ) -> CacheFormat:
-    """The latent record of a cache with this dtype and last axis, or check that it is the one called `name`.
+    """The latent format of a cache with this dtype and last axis, or check that it is the one called `name`.
 
     Two records have tokens of 656 bytes: queries of `d_qk` columns read the one whose keys have as many, and without
     `d_qk` it is "v32". An error lists the records of these names, or else all of them.
@@ -376,9 +376,9 @@ def format_of(
     Raises
     ------
     ArgumentError
-        If there is no record called `name`.
+        If there is no format called `name`.
     ShapeError
-        If the array cannot hold the record, or none.
+        If the array cannot hold the format, or any format.
     """
     kind = "uint8" if dtype in BYTE_DTYPES else dtype
     names = [record.name for record in LATENT_FORMATS]

@@ -1,4 +1,4 @@
-"""Checks of an installation, for `mla-cupy info --check`: what is wrong, and the command that fixes it."""
+"""Checks of an installation, for `mla-cupy info --check`: problems, and the commands that fix them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mla_cupy.runtime import cache, device, env, loader, nvrtc
 from mla_cupy.runtime.remedies import INSTALL_CUPY, INSTALL_NVRTC
 
 OK, ABSENT, WRONG = "ok", "absent", "wrong"
-"""States; what is absent is not needed here."""
+"""States; absent things are not needed here."""
 FRAMEWORKS = {"torch": (2, 4), "jax": (0, 5), "transformers": (5,)}
 """The oldest versions that the extras of setup.cfg accept."""
 OLDEST_CUPY = (14,)
 _CUPY_WHEELS = ("cupy-cuda12x", "cupy-cuda13x")
 _DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
-"""The second is that of WSL."""
+"""The second exists on WSL."""
 _DEFAULT_ARCH = "sm_90a"
 _DIFFERS = "run, and its result differs from NumPy's"
 _REPORT = "if the lines above do not explain it, report it with the output of `mla-cupy info --check --json`"
@@ -34,7 +34,7 @@ _TOLERANCE = 2.0**-6
 
 @dataclass(frozen=True)
 class Check:
-    """One finding; `fix` is what to do where the state is `WRONG`."""
+    """One finding; `fix` is the remedy for the state `WRONG`."""
 
     name: str
     state: str

@@ -63,7 +63,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
     try:
         before = signal.signal(signal.SIGTERM, end)
-    except ValueError:  # not in the main thread, where signals are none of our business
+    except ValueError:  # not in the main thread: leave signals alone
         yield
         return
     try:
@@ -186,7 +186,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer of at least 1")
     return int(text)
 
 
@@ -302,7 +302,7 @@ def _writing(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         got = error.strerror or str(error)
-        raise MlaError(explain(f"--out {directory}", got, "a directory with room that you can write")) from error
+        raise MlaError(explain(f"--out {directory}", got, "a writable directory with free space")) from error
 
 
 def _show_outcomes(outcomes: Sequence[loader.Outcome]) -> None:
@@ -313,7 +313,7 @@ def _show_outcomes(outcomes: Sequence[loader.Outcome]) -> None:
 
 
 def _print_causes(outcomes: Sequence[loader.Outcome]) -> None:
-    """Print each cause of failure once, with the kernels that it is the cause for."""
+    """Print each cause of failure once, with its kernels."""
     names: dict[str, list[str]] = {}
     for outcome in outcomes:
         if cause := outcome.error or outcome.cache_error:
@@ -381,7 +381,7 @@ def _clear_cache(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> list[Planned]:
-    """Every kernel, variant and target that the options ask for."""
+    """Every kernel, variant and target that the options select."""
     from mla_cupy.kernels import KERNELS
 
     archs, named = _archs(options.arch), options.kernels != ("all",)
@@ -400,7 +400,7 @@ def _plan(options: argparse.Namespace) -> list[Planned]:
 
 
 def _archs(given: Sequence[str] | None) -> tuple[str, ...]:
-    """The targets that are asked for, each once; by default those of the GPUs of this machine."""
+    """The requested targets, each once; by default the targets of this machine's GPUs."""
     archs = device.nvml_archs() or [_DEFAULT_ARCH] if given is None else given
     possible: tuple[str, ...] = device.TARGETS
     with contextlib.suppress(KernelCompileError):  # without NVRTC nothing is compiled, but prebuilt kernels are listed

@@ -1,4 +1,4 @@
-"""Compilation of several kernels with progress, and the row that a table has for each: what all commands share."""
+"""Compilation of several kernels with progress, and a table row for each, shared by all commands."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from mla_cupy.errors import DTypeError, explain
 
 @dataclass(frozen=True)
 class DType:
-    """One element type. Its name is that of NumPy, `ml_dtypes` and PyTorch alike.
+    """One element type. NumPy, `ml_dtypes` and PyTorch share its name.
 
     Attributes
     ----------

@@ -1,7 +1,7 @@
 """The exceptions of mla_cupy.
 
-Every error about a call names the argument, what was given, what was expected and what to do, and is raised
-before any kernel is launched. Each kind is also the built-in exception that a caller would expect.
+Every error about a call names the argument, the value, the expected values and the remedy, and is raised before any
+kernel is launched. Each kind is also the built-in exception that a caller would expect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class MlaError(Exception):
 
 
 class ArgumentError(MlaError, ValueError):
-    """An argument has a value that the call cannot take."""
+    """An argument has a value that the call does not support."""
 
 
 class ShapeError(ArgumentError):
@@ -27,7 +27,7 @@ class ShapeError(ArgumentError):
 
 
 class DTypeError(MlaError, TypeError):
-    """An array has the wrong dtype, or is of a kind that the call cannot take."""
+    """An array has the wrong dtype, or comes from a library that the call does not support."""
 
 
 class DeviceError(ArgumentError):
@@ -67,7 +67,7 @@ def kind_of(value: object) -> str:
 
 
 def either(choices: Sequence[object]) -> str:
-    """List what is allowed, each once: "1", "1 or 2", "1, 2 or 3"."""
+    """List the allowed values, each once: "1", "1 or 2", "1, 2 or 3"."""
     *others, last = dict.fromkeys(map(str, choices))
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -85,7 +85,7 @@ def explain(argument: str, got: object, expected: str, remedy: str = "") -> str:
 
 
 def _in_short(got: object) -> str:
-    """Print a value on one line, and the beginning of a long one, such as an array in place of a number."""
+    """Print a value on one line; only the beginning of a long one, such as an array instead of a number."""
     text = str(got)
     if "\n" in text or len(text) > _MOST_LETTERS:
         text = " ".join(text.split())
@@ -93,7 +93,7 @@ def _in_short(got: object) -> str:
 
 
 def renamed(error: MlaError, names: Mapping[str, str]) -> MlaError:
-    """Return the same error with the names that the caller knows; a name may have parts, as in "fp8.q_scale"."""
+    """Return the same error with the caller's names; a name may have parts, as in "fp8.q_scale"."""
 
     def known(found: re.Match[str]) -> str:
         parts = found[0].split(".")

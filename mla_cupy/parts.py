@@ -1,4 +1,4 @@
-"""The benches, inside this package or in a checkout next to it, and the simulator, a distribution of its own."""
+"""The benches, inside this package or in a checkout next to it, and the simulator, a separate distribution."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A driver that runs the PTX simulator, and NumPy arrays in place of a GPU's, so that whole public calls run.
+"""A driver that runs the PTX simulator, with NumPy arrays instead of a GPU's, so that whole public calls run.
 
-Launchers, argument packing, tensor maps, grids and workspaces are those of a GPU; only the instructions are simulated.
+Launchers, argument packing, tensor maps, grids and workspaces are as on a GPU; only instructions are simulated.
 The self-test and the tests run kernels so where there is no GPU for them. It is about a million times slower than a
 GPU.
 """
@@ -52,11 +52,11 @@ class SimDriver:
     mode, seed
         When asynchronous work completes: "early", "late" or "random", see ptxsim.
     resident
-        How many blocks run interleaved: as many as wait for each other.
+        Number of interleaved blocks: at least the blocks that wait for each other.
     race_global
-        Look for races in global memory, too.
+        Also detect races in global memory.
     race_lanes
-        Look for races between lanes of one warp in shared memory, too.
+        Also detect races between lanes of one warp in shared memory.
     timeline
         A `ptxsim.Timeline` that records the launches, or None.
     """
@@ -73,7 +73,7 @@ class SimDriver:
     _wanted: dict[BuildRequest, BuildRequest] = field(default_factory=dict, repr=False)
 
     def wanted(self, request: BuildRequest) -> BuildRequest:
-        """Its PTX alone, unless there is a whole build already, or none may be made."""
+        """The PTX alone, unless a whole build exists already, or compiling is forbidden."""
         found = self._wanted.get(request)
         if found is None:
             whole = env.get("JIT") == "off" or worker.cached(request) is not None
@@ -143,12 +143,12 @@ class SimFamily(arrays.NumpyFamily):
         return view._replace(ptr=self.address(x), device=DEVICE)
 
     def signature(self, arrays: Sequence[Any]) -> tuple[list[int], Signature] | None:
-        """None for what cannot be mapped: the checks refuse it by name."""
+        """None for arrays that cannot be mapped: the checks reject them by name."""
         whole = all(not isinstance(x, np.ndarray) or _in_whole_items(x) for x in arrays)
         return super().signature(arrays) if whole else None
 
     def address(self, x: Any) -> int:
-        """The address of the first element on the device; views of one array lie there as they do on the host."""
+        """The address of the first element on the device; views of one array keep their distances on the host."""
         address: int = self._memory.map(x) + int(x.ctypes.data) - _lowest(x)
         return address
 
@@ -236,7 +236,7 @@ def simulated(
         stack.enter_context(driver.use(target))
         stack.enter_context(_replaced(devices, "describe", lambda ordinal: gpu))
         stack.enter_context(_replaced(arrays, "NUMPY", family))
-        # Where plans take their memory from:
+        # Plans allocate from this family:
         stack.enter_context(_replaced(arrays, "cupy_family", lambda: family))
         forget()
         stack.callback(forget)
@@ -246,8 +246,8 @@ def simulated(
 def _trim_heap() -> None:
     """Give freed memory back to the system.
 
-    glibc keeps what lies between blocks still in use: nine tenths of a process's memory, after tests that simulate all
-    SMs of a GPU.
+    glibc keeps memory between blocks in use: nine tenths of a process's memory, after tests that simulate all SMs of a
+    GPU.
     """
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FIRST_LINE_SECONDS, LINE_SECONDS = 2.0, 10.0
 """Time of the first line of progress where there is no terminal, and between later ones."""
 PIPE_WIDTH = 160
-"""Columns of a file or a pipe, which have no width of their own, unless COLUMNS says otherwise."""
+"""Columns of a file or a pipe, unless COLUMNS is set."""
 LONG, SHORTENED = 28, 20
 """Cells longer than LONG wrap, in columns of at least SHORTENED characters."""
 
@@ -44,7 +44,7 @@ class Help(argparse.HelpFormatter):
 
 
 def _examples(lines: Sequence[str], width: int) -> Iterator[str]:
-    """Commands and what they do: side by side as they are, or one above the other where that is too wide."""
+    """Commands and their descriptions: side by side, or one above the other where that is too wide."""
     if max(map(len, lines)) <= width:
         yield from lines
         return
@@ -62,7 +62,7 @@ def path(text: str) -> Path:
 
 
 def plain(text: object) -> str:
-    """`text` with what a terminal would act on, or cannot show, as escape sequences."""
+    """`text` with control characters, and characters that a terminal cannot show, as escape sequences."""
     return "".join(
         char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in str(text)
     )
@@ -85,7 +85,7 @@ class Table:
         self.rows.append(texts + [""] * (len(self.heads) - len(texts)))
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """Yield what rich prints."""
+        """Yield the renderables for rich."""
         widths = [max(map(_width, cells)) for cells in zip(self.heads, *self.rows, strict=True)]
         needed = sum(SHORTENED if width > LONG else width for width in widths) + len(widths) - 1
         yield from [self.title] if self.title else []
@@ -152,9 +152,9 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[str, bool], None]]:
-    """A bar on standard error; the function says what is at work, and whether it is done.
+    """A bar on standard error; the function reports the current work, and its end.
 
-    Where that is no terminal, such as the log of an image that is built, there is a plain line now and then, also while
+    On anything but a terminal, such as the log of a container build, it prints a plain line now and then, also while
     one piece of the work takes long.
     """
     if quiet:
@@ -176,7 +176,7 @@ def _bar(what: str, total: int) -> Iterator[Callable[[str, bool], None]]:
 
     text = TextColumn("{task.description}", markup=False)
     columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # What is printed meanwhile goes above the bar, but only if it goes to the terminal at all.
+    # Output meanwhile goes above the bar, but only if it goes to the terminal at all.
     above = sys.stdout.isatty()
     with Progress(*columns, console=console(stderr=True), transient=True, redirect_stdout=above) as shown:
         bar = shown.add_task(plain(what), total=total)
@@ -184,7 +184,7 @@ def _bar(what: str, total: int) -> Iterator[Callable[[str, bool], None]]:
 
 
 class _Lines:
-    """Lines of progress, from the time on when it takes long; and a last one, if there was any."""
+    """Lines of progress once the work takes long; and a last one, if there was any."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total = what, total
@@ -197,7 +197,7 @@ class _Lines:
         self._thread.start()
 
     def advance(self, name: str, done: bool) -> None:
-        """Remember what is at work."""
+        """Remember the current work."""
         if done:
             self._finished += 1
             self._at_work.pop(name, None)
@@ -205,7 +205,7 @@ class _Lines:
             self._at_work[name] = None
 
     def end(self) -> None:
-        """Say it is over, if anything has been said."""
+        """Report the end, if anything was reported."""
         self._ended.set()
         self._thread.join()
         if self._said:

@@ -1,4 +1,4 @@
-"""What all tests share: capabilities are probed, never assumed."""
+"""Shared by all tests: capabilities are probed, never assumed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-os.environ.setdefault("MLA_CUPY_JIT", "lazy")  # the import must not start compilers beside the tests
+os.environ.setdefault("MLA_CUPY_JIT", "lazy")  # the import must not start compilers during the tests
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The threads of NumPy's matrix products spin while they wait for one another: where not all of them have a core of
     # their own, a test that takes one second alone was seen to take thirty.
@@ -25,7 +25,7 @@ from tests.support.recorder import place, recorder  # noqa: F401 (fixtures)
 
 
 def pytest_configure() -> None:
-    # Images of containers often set it: then each of hundreds of processes compiles every module it imports once more.
+    # Container images often set it; each of hundreds of processes would then recompile every module that it imports.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -51,7 +51,7 @@ def _draw_alike() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been collected stays: to look for garbage in it, again and again, takes a sixth of a simulation."""
+    """Exclude collected tests from garbage collection, which would otherwise take a sixth of a simulation."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

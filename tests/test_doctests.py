@@ -23,7 +23,7 @@ MODULES = sorted(
     for path in PACKAGE.rglob("*.py")
     if path.name != "__main__.py" and path.relative_to(PACKAGE).parts[0] not in (*BINDINGS, "bench", "cuda_src")
 )
-#: Public calls whose docstring must have an example.
+#: Public calls; their docstrings must have an example.
 PUBLIC = [name for name in mla_cupy.__all__ if inspect.isfunction(getattr(mla_cupy, name))]
 
 
@@ -45,7 +45,7 @@ def test_public_calls_have_examples(name: str) -> None:
 
 
 def blocks(page: Path) -> list[str]:
-    """The code of a page; of a notebook its cells. That of the simulator is long: it runs when the site is built."""
+    """The code of a page; of a notebook its cells. The simulator's notebook is long: it runs when the site is built."""
     text = page.read_text()
     fence = r"\{code-cell\}" if "file_format: mystnb" in text and "simulated(" not in text else "python"
     return re.findall(rf"^```{fence}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""What the comparison of two environments finds."""
+"""Results of comparing two environments."""
 
 from __future__ import annotations
 

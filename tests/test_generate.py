@@ -112,7 +112,7 @@ def test_the_bindings_follow_the_records(tree: Path) -> None:
 
 
 def test_initialisers_are_defaults(tree: Path) -> None:
-    """Of numbers, addresses and strides; a member without one must be given."""
+    """Defaults of numbers, addresses and strides; a member without one is required."""
     source = tree / "cuda_src" / KERNELS["merge_states"].source
     text = source.read_text()
     for before, after in (

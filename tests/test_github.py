@@ -1,4 +1,4 @@
-"""What is for GitHub alone: workflows and forms have the right shape, and the address is in one place."""
+"""Files for GitHub alone: workflows and forms are well-formed, and the address is in one place."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ print(mla_cupy.__file__, ptxsim.__file__)
 
 
 def test_editable_installs_can_be_read(tmp_path: Path) -> None:
-    """By a type checker from elsewhere, which runs no hooks; and a program finds the parts beside the package."""
+    """A type checker elsewhere, which runs no hooks, reads them; and a program finds the parts next to the package."""
     tree = tmp_path / "tree"
     shutil.copytree(REPOSITORY, tree, ignore=LEFT_OUT)
     venv.create(tmp_path / "venv")
@@ -277,7 +277,7 @@ print(seconds, ",".join(sorted(heavy & set(sys.modules))) or "none")
 
 
 def import_once() -> tuple[float, str]:
-    """How long an import takes beyond NumPy and ml_dtypes, and what it loads that it should not."""
+    """Time of an import beyond NumPy and ml_dtypes, and its forbidden modules."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORT],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},

@@ -19,7 +19,7 @@ PAGE = REPOSITORY / "docs" / "project" / "adding.md"
 LEFT_OUT = shutil.ignore_patterns(
     "__pycache__", "*.egg-info", "_generated", "build", "target", ".*_cache", ".g*", ".venv*"
 )
-"""Of a checkout: what git does not have."""
+"""Files of a checkout that git does not have."""
 
 _BLOCK = re.compile(r"^`([\w./-]+)`:$|^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -136,7 +136,7 @@ SLOW = ("tests/operations", "tests/bindings", "tests/test_doctests.py", "tests/t
 
 
 def test_the_copy_passes_the_tests_of_its_rules(tree: Path) -> None:
-    """Of headers alone, facts and resources those of the new kernels."""
+    """Rules of headers, and facts and resources of the new kernels."""
     check(tree, *ORDINARY, "-k", "toy or not (test_headers or test_facts_are or test_compiles or golden_ones)")
 
 
@@ -148,7 +148,7 @@ def test_the_copy_passes_the_tests_of_all_operations(tree: Path, place: str) -> 
 
 @pytest.mark.slow
 def test_the_kernel_has_the_family_s_tests(tree: Path) -> None:
-    """In the simulator, against the oracle, by its place in the pipeline's list."""
+    """The kernel runs in the simulator, against the oracle, at its place in the pipeline's list."""
     check(tree, "tests/decode/test_records.py", "-k", "generic_records_toy")
 
 

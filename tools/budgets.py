@@ -62,7 +62,7 @@ class Target:
 
     @property
     def is_first(self) -> bool:
-        """Whether an ordinary run of the tests makes it, of each sixth kernel one.
+        """True for the builds that an ordinary test run makes: one of every sixth kernel.
 
         It is the first variant, for Hopper if the kernel can; the lines of NVRTC take turns over the kernels.
         """
@@ -104,7 +104,7 @@ def version(line: int) -> str:
 
 
 def pinned(line: int) -> str:
-    """The version that the extra `test` pins, of which the golden file is."""
+    """The version that the extra `test` pins, used for the golden file."""
     config = configparser.ConfigParser()
     config.read(SETUP)
     (pin,) = re.findall(rf"^{PACKAGES[line]}==([\d.]+)$", config["options.extras_require"]["test"], re.MULTILINE)
@@ -113,7 +113,7 @@ def pinned(line: int) -> str:
 
 @functools.cache
 def build(target: Target) -> Build:
-    """From the ordinary cache, whose key holds every byte and option, or compiled in this process."""
+    """Build from the ordinary cache, keyed by every byte and option, or compiled in this process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # nothing is writable: then nothing is shared
         places = cache.places()
@@ -122,7 +122,7 @@ def build(target: Target) -> Build:
 
 
 def figures(made: Build) -> Figures:
-    """What the golden file holds of a build; spills are not in it, they are refused."""
+    """Figures of a build for the golden file; spills are refused, so they are not in it."""
     info, facts = made.info, made.facts
     of_tensor_cores: dict[str, Any] = {
         name: facts[name] for name in ("tmem_columns", "tmem_columns_used", "mbarriers") if name in facts
@@ -140,7 +140,7 @@ def figures(made: Build) -> Figures:
 
 @functools.cache
 def golden() -> Lines:
-    """What the file holds."""
+    """Contents of the golden file."""
     found: Lines = json.loads(GOLDEN.read_text())
     return found
 

@@ -1,4 +1,4 @@
-"""What two environments of one CI run leave out: `python -m tools.environments` reads reports of `pytest --junitxml`.
+"""Tests that both environments of a CI run skip: `python -m tools.environments` reads `pytest --junitxml` reports.
 
 The first environment lacks PyTorch and transformers; the second one runs the files in which that showed.
 """
@@ -26,7 +26,7 @@ class Result(NamedTuple):
 
 
 def results(report: Path) -> Iterator[Result]:
-    """What a report in pytest's format `xunit1` says."""
+    """Results in a report of pytest's format `xunit1`."""
     for case in ElementTree.parse(report).iter("testcase"):
         skipped = case.find("skipped")
         reason = "" if skipped is None else skipped.get("message", "no reason given")
@@ -36,12 +36,12 @@ def results(report: Path) -> Iterator[Result]:
 
 
 def files_without(report: Path) -> list[str]:
-    """The files of which a test was skipped because it could not import something."""
+    """The files with a test that was skipped because it could not import something."""
     return sorted({result.file for result in results(report) if MISSING in result.reason})
 
 
 def reasons_by_file(report: Path) -> Mapping[str, list[str]]:
-    """By file: "" for each test that ran, and the reasons of the others."""
+    """Reasons of skipped tests by file; "" for each test that ran."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for file, reason in results(report):
         found[file].append(reason)
@@ -49,7 +49,7 @@ def reasons_by_file(report: Path) -> Mapping[str, list[str]]:
 
 
 def counted(reasons: Iterable[str]) -> list[tuple[int, str]]:
-    """How often each reason was given, most often first.
+    """Counts of the reasons, most frequent first.
 
     Reasons that differ in a number or a quoted name only are one, told in the words of the first.
     """
@@ -63,7 +63,7 @@ def counted(reasons: Iterable[str]) -> list[tuple[int, str]]:
 
 
 def never_run(reports: Sequence[Path]) -> list[str]:
-    """The files of which no test ran in any environment."""
+    """The files without a test that ran in any environment."""
     ran: Counter[str] = Counter()
     for report in reports:
         for file, reasons in reasons_by_file(report).items():
@@ -72,7 +72,7 @@ def never_run(reports: Sequence[Path]) -> list[str]:
 
 
 def summary(report: Path) -> str:
-    """How many tests ran and were skipped, and why."""
+    """Numbers of tests that ran and were skipped, with the reasons."""
     reasons = [reason for _, reason in results(report)]
     skipped = [reason.replace("\n", " ") for reason in reasons if reason]
     lines = [f"{report.stem}: {len(reasons) - len(skipped):,} tests ran, {len(skipped):,} were skipped"]

@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def counts(kernel: str, runs: Sequence[Any]) -> dict[str, int]:
-    """How many steps of each kind the kernel has as the runs load it."""
+    """Number of steps of each kind in the kernel as the runs load it."""
     found: dict[str, int] = {}
     load = SimDriver.load
 
@@ -72,7 +72,7 @@ def counts(kernel: str, runs: Sequence[Any]) -> dict[str, int]:
 
 
 def is_shown(step: Any, runs: Sequence[Any]) -> bool:
-    """Whether one of the runs shows that the step is missing."""
+    """True if one of the runs shows that the step is missing."""
     with without(step):
         return shows(runs)
 

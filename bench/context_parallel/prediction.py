@@ -30,11 +30,11 @@ class Exchange:
     rows: int
 
     def sent_bytes(self, world: int) -> float:
-        """Bytes that one rank of `world` sends: all rows but those of its own heads."""
+        """Bytes that one rank of `world` sends: all rows except its own heads'."""
         return self.rows * (world - 1) / world * self.row_bytes
 
     def predicted_us(self, world: int) -> float:
-        """Predict `world` ranks that all reach each other as the measured ones do: more bytes, and as many hops."""
+        """Predict `world` ranks that all reach each other like the measured ones: more bytes, but the same hops."""
         return self.us + max(0.0, self.sent_bytes(world) - self.sent_bytes(self.world)) / (LINK_GBS * 1e3)
 
 

@@ -20,7 +20,7 @@ Rows = Mapping[Key, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Change:
-    """One row in both files. The figures are microseconds, or their ratio to those of a peer in the same run."""
+    """One row in both files. The figures are microseconds, or their ratio to a peer's in the same run."""
 
     key: Key
     before: float | None

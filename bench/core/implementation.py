@@ -35,7 +35,7 @@ class Prepared:
 
 
 class Implementation(Protocol):
-    """One way to compute an operation. Cases, input sets and outputs are those of the operation."""
+    """One way to compute an operation. Cases, input sets and outputs belong to the operation."""
 
     name: str
 

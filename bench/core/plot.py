@@ -27,10 +27,10 @@ STYLES = {
     "cupy": ("P", "tab:gray"),
     "generic": ("X", "tab:brown"),
 }
-#: Those of implementations that have none above, in the order in which a figure shows them.
+#: Styles of implementations without one above, in the order of a figure.
 OTHER_STYLES = (("*", "tab:purple"), ("p", "tab:olive"), ("<", "tab:pink"), ("h", "black"), (">", "darkgoldenrod"))
 FILLS = ("full", "none", "left", "right")  # of the markers of a figure's operations
-CLUSTER_RATIO = 1.3  # neighbours whose intensities differ by less have their labels in one column
+CLUSTER_RATIO = 1.3  # neighbours with closer intensities share a column of labels
 MAX_LABELS = 40  # of more cases only the extremes are labelled
 EXTREMES_RATIO = 1.6  # the highest and the lowest point of every such range of intensities
 LABEL_ROWS = 48  # labels between the ends of the y axis

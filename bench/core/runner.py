@@ -21,7 +21,7 @@ WARMUP = 2
 LOAD_US = 1e6  # before compute-bound cases: a cool GPU runs at a higher clock than it can hold
 COMPUTE_BOUND = 150  # FLOP per byte; on an H200 copies and GEMMs meet at 160
 MAX_LOAD_REPLAYS = 10_000
-HOST_BATCH_US = 20_000  # GPU time of a batch of calls whose host time is measured, within 4 to 20 calls
+HOST_BATCH_US = 20_000  # GPU time of a batch of calls for measuring host time, within 4 to 20 calls
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ Row = Mapping[str, Any]
 
 
 class Case(NamedTuple):
-    """Case of a benchmark. Those of two benchmarks can have one name: `decode` and `dense-decode-fp8`, for example."""
+    """Case of a benchmark. Two benchmarks can share a case's name: `decode` and `dense-decode-fp8`, for example."""
 
     benchmark: str
     op: str

@@ -53,7 +53,7 @@ class Plan:
     Attributes
     ----------
     blocks : int
-        Blocks that share a tile of keys, on as many SMs.
+        Blocks that share a tile of keys, one per SM.
     rows : int
         Query rows that the group computes, whether they are used or not.
     scores, values : tuple of Product
@@ -94,7 +94,7 @@ class Tile:
     products
         One after another, each at the rate of its shape.
     smem
-        Operands, arriving keys and P, all of which pass through shared memory.
+        Operands, arriving keys and P: all pass through shared memory.
     chain
         The values' products after the slower of the next scores and the softmax: what order alone allows.
     gather
@@ -140,7 +140,7 @@ def tile(plan: Plan, machine: Machine, rates: ForwardRates) -> Tile:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a call: `items` of `keys` keys each, of which every one needs `rows` query rows computed.
+    """Work of a call: `items` of `keys` keys each; every key needs `rows` query rows computed.
 
     Attributes
     ----------
@@ -187,7 +187,7 @@ class Forecast:
 def forecast(plan: Plan, work: Work, machine: Machine, rates: ForwardRates) -> Forecast:
     """The time of a call: the longest of SMs, memory and power, and what each of its kernels costs to start and end."""
     groups = machine.multiprocessors // plan.blocks
-    passes = -(-work.rows // plan.rows)  # groups of rows, each of which goes through all keys
+    passes = -(-work.rows // plan.rows)  # groups of rows; each goes through all keys
     items, tiles = work.items * passes, -(-work.keys // plan.keys)
     cut = work.balanced and items % groups != 0
     if work.balanced:

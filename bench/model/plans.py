@@ -1,6 +1,6 @@
-"""Plans of forward kernels for Blackwell: those whose times are published, and ours.
+"""Plans of forward kernels for Blackwell: published kernels, and ours.
 
-Of others' kernels the tiles are those of their sources; of ours, of `cuda_src`, or of what could be written next.
+Tiles of others' kernels come from their sources; tiles of ours from `cuda_src`, or from possible next kernels.
 """
 
 from __future__ import annotations

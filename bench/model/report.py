@@ -207,7 +207,7 @@ def _cycles(kernel: counts.Kernel, machine: Machine) -> prediction.Cycles:
 
 
 def _addition_cycles(kernel: counts.Kernel, machine: Machine, tbps: float) -> float:
-    """Cycles of a tile's additions if every multiprocessor makes as many."""
+    """Cycles of a tile's additions if every multiprocessor makes equally many."""
     return _counts(kernel).added * machine.multiprocessors * machine.clock_ghz / tbps / 1e3
 
 

@@ -23,7 +23,7 @@ from .decode_cases import DecodeCase
 
 Array = npt.NDArray[Any]
 D_NOPE, D_ROPE, D_HEAD = 128, 64, 128
-"""Widths of a head: the columns without and with position of queries and keys, and those of values."""
+"""Widths of a head: columns of queries and keys without and with position, and columns of values."""
 D_EXPANDED = D_NOPE + D_HEAD
 """Width of what kv_b_proj makes of a latent, for each head."""
 
@@ -172,7 +172,7 @@ def _alone(case: AbsorptionCase, dtype: str, query: Array, rows: Array) -> tuple
 
 
 def _whole(case: AbsorptionCase, dtype: str, query: Array, rows: Array, weights: Array) -> tuple[Array, float]:
-    """Un-absorbed without roundings; its distance from both forms with those of 16 bits in between."""
+    """Un-absorbed without roundings; its distance from both forms with 16-bit roundings in between."""
     expanded = rows[:, :D_V].astype(np.float64) @ weights.astype(np.float64)
 
     def per_head(expanded: Array, rounding: str | None = None) -> Array:

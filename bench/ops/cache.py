@@ -33,7 +33,7 @@ SAMPLES = 5
 
 @dataclass(frozen=True)
 class CacheCase(Case):
-    """`tokens` are written, read, or those of the pages that are copied.
+    """`tokens` are written, read, or belong to copied pages.
 
     Pages are in random order, and their tokens side by side, as a prompt's step has them; `scattered` ones are not.
     """
@@ -209,7 +209,7 @@ def row_samples(result: str, places: Iterable[int], rows: Array, few: float = 0.
 
 
 def page_samples(result: str, record: CacheFormat, slots: Array, pages: Array, few: float = 0.0) -> list[ByteSample]:
-    """Pages of a result, of each of which the bytes of one token count: that of `slots`, (n,)."""
+    """Pages of a result; in each the bytes of one token count, the one in `slots`, (n,)."""
     marks = np.zeros_like(pages)
     for field in record.fields:
         view = reference.cache.field_view(as_cache(record, marks), record, field)
@@ -244,7 +244,7 @@ CACHE = BenchOperation(
     name="cache",
     title="paged cache: tokens quantised into it, read back, and pages copied",
     examples="""examples:
-  run cache                          all cases, each with a copy of as many bytes
+  run cache                          all cases, each with a copy of the same size
   run cache --case gather-v4-n1000   any other number of tokens, named in the same form
 """,
     suites={

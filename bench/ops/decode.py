@@ -95,8 +95,8 @@ def shuffled_table(case: DecodeCase, seed: int) -> npt.NDArray[np.int32]:
 LAYERS = (1, 61)
 """Layers that share an update of the plan: the worst case, and DeepSeek-V3's."""
 GENERIC = "attention_generic"  # without tensor cores
-#: Kernels to be compared with the one that is chosen: those among which the size of a batch or of pages decides, and
-#: those of GPUs without WGMMA.
+#: Kernels to compare with the chosen one: alternatives by the size of a batch or of pages, and
+#: kernels of GPUs without WGMMA.
 NAMED = (
     *("decode_sm90_seesaw", "decode_sm90_small", "decode_sm90_small_cluster8"),
     *("attention_mma", "attention_mma_small"),
@@ -104,7 +104,7 @@ NAMED = (
 #: Batch-invariant plans, and the `split_tokens` of each.
 INVARIANT = {"batch_invariant": 4096, "batch_invariant_512": 512}
 TREE = "tree_mask"
-#: Forms of a call, beside the plain one: see `kernels/decode/problem.py`.
+#: Optional inputs of a call: see `kernels/decode/problem.py`.
 IN_PARTS, SINK, TURNED, PACKED, VARYING = "q_rope", "attn_sink", "out_rope", "packed", "varying"
 
 
@@ -130,7 +130,7 @@ class Decode(Own):
     def results(
         self, case: DecodeCase, dtype: str, device: Device
     ) -> tuple[DecodeOutputs, Callable[[], DecodeOutputs]]:
-        """Arrays for the results, and what they are as those of a call with queries of one length."""
+        """Arrays for the results, and the same arrays viewed as results of queries of one length."""
         made = make_outputs(case, dtype, device)
         return made, lambda: made
 
@@ -196,7 +196,7 @@ class BatchInvariant(Decode):
 
 
 class TreeMasked(Decode):
-    """The causal mask given as a tree, that of a chain of drafts: the same results, with the tree's kernels."""
+    """The causal mask as a tree, a chain of drafts: the same results, with the tree's kernels."""
 
     def plan_options(self, case: DecodeCase) -> dict[str, Any]:
         return {**super().plan_options(case), "tree_mask": True}
@@ -207,7 +207,7 @@ class TreeMasked(Decode):
 
 
 class InParts(Decode):
-    """Queries whose RoPE part is an array of its own, as projections leave them."""
+    """Queries with a separate RoPE part, as projections leave them."""
 
     def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
         return None if case.d_qk == D_QK else "there is no RoPE part"
@@ -220,7 +220,7 @@ class InParts(Decode):
 
 
 class WithSink(Decode):
-    """A sink without effect, so that results are those of a call without one."""
+    """A sink without effect, so that results equal a call's without one."""
 
     def plan_options(self, case: DecodeCase) -> dict[str, Any]:
         return {**super().plan_options(case), "attn_sink": True}
@@ -233,10 +233,10 @@ class WithSink(Decode):
 
 
 class Turned(Decode):
-    """Results that are turned back by an angle of 0, so that they are those of a call without turning."""
+    """Results turned back by an angle of 0, so that they equal a call's without turning."""
 
     def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
-        return None if case.d_qk == D_V else "turns values that have RoPE columns: those of keys of 512"
+        return None if case.d_qk == D_V else "turns values with RoPE columns: keys of 512"
 
     def plan_options(self, case: DecodeCase) -> dict[str, Any]:
         return {**super().plan_options(case), "out_rope": True}
@@ -251,8 +251,8 @@ class Turned(Decode):
 class Packed(Decode):
     """Queries packed one sequence after another, of one length, or of lengths that vary: the same work.
 
-    Where they vary, every second sequence has 1 query, and the others so many that all have as many as without. A
-    sequence's last queries are those of the case, so their results are, too.
+    With varying lengths, every second sequence has 1 query, and the others have the rest of the total. A
+    sequence's last queries are the case's, so their results are, too.
     """
 
     def __init__(self, name: str, *, varying: bool) -> None:
@@ -436,7 +436,7 @@ DECODE = BenchOperation(
   run decode --suite pages                             pages of 16 to 128 tokens
   run decode --suite forms --peers q_rope,attn_sink,out_rope,packed,varying
   run decode --suite narrow --peers generic,attention_mma_small
-  run decode --suite windows --peers none              windows beside plain calls over as many keys
+  run decode --suite windows --peers none              windows, with plain calls over the same number of keys
   run decode --case b3-sq2-hq16-skv1000-page16         any other shape, named in the same form
 """,
     peers="flashmla, fa3, triton (they import torch and need --peers-dir), cupy, generic, "

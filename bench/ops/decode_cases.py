@@ -18,7 +18,7 @@ from ..core.operation import Case
 class DecodeCase(Case):
     """One dense paged decode: every sequence has `s_kv` keys, or with a `mix` a random number of up to `s_kv`.
 
-    With a `window` each query sees so many of them, the last ones; 0 is no window.
+    With a `window` each query sees the last `window` of them; 0 is no window.
 
     The microseconds are what the peers took on one H200 on one day, and our target there. They are for orientation:
     a claim is always a ratio of two figures of one run.
@@ -149,11 +149,11 @@ NARROW = tuple(
     for h_q, s_q in ((heads, 1), (heads // 2, 1), (heads, 2))
     for b, s_kv in ((128, 8192), (1, 8192))
 )
-# Where launches and the merge of partial results are a large part of the time.
+# Launches and the merge of partial results are a large part of the time.
 SMALL_BATCHES = tuple(
     DecodeCase(b, 1, h_q, s_kv) for h_q in (16, 32, 128) for b in (1, 2, 4, 8) for s_kv in (1024, 8192, 32768)
 )
-# Engines ask for pages of 16 tokens; the same keys in larger pages beside them.
+# Engines use pages of 16 tokens; the same keys in larger pages for comparison.
 PAGES = tuple(
     DecodeCase(b, 1, h_q, s_kv, page_size=page_size)
     for b, h_q, s_kv in ((64, 128, 8192), (128, 128, 4096), (128, 16, 8192), (1, 128, 8192), (1, 16, 8192))
@@ -169,8 +169,8 @@ def _mix(number: int) -> DecodeCase:
 
 MIXES = tuple(_mix(number) for number in range(1, 41))
 
-# What queries in two arrays, lengths that vary, a sink and results turned back cost, by `--peers`; and windows, beside
-# plain calls that read as many keys.
+# The cost of queries in two arrays, varying lengths, a sink and inverse RoPE, by `--peers`; and windows, next to
+# plain calls that read equally many keys.
 FORMS = (
     *(DecodeCase(128, s_q, h_q, s_kv) for h_q, s_q, s_kv in ((128, 1, 4096), (128, 2, 4096), (64, 1, 4096))),
     *(DecodeCase(b, s_q, 16, 8192) for s_q in (1, 2, 4) for b in (128, 32)),

@@ -82,7 +82,7 @@ class Fp8DecodeCase(DecodeCase):
 
     @property
     def cost(self) -> Cost:
-        """Cost of records: peers that read rows move 1.76 times the bytes, twice those of "fp8"."""
+        """Cost of FP8 tokens: peers that read rows move 1.76 times the bytes, or twice for "fp8"."""
         lengths = self.lengths()
         tokens = int((np.minimum(lengths, self.window + self.s_q - 1) if self.window else lengths).sum())
         queries_and_out = self.b * self.s_q * self.h_q * (D_QK + D_V) * ELEMENT_BYTES
@@ -112,7 +112,8 @@ CASES = (
         for b, h_q in ((128, 16), (128, 128), (16, 128))
     ),
 )
-# What the forms of decode cost over records, by `--peers`; and windows, beside plain calls that read as many keys.
+# The cost of decode's optional inputs over FP8 tokens, by `--peers`; and windows, next to plain calls with equally
+# many keys.
 FORMS = (
     *(
         Fp8DecodeCase(128, s_q, h_q, s_kv, one_scale=one_scale)
@@ -124,7 +125,7 @@ FORMS = (
 
 
 def case_of(*groups: Any) -> Fp8DecodeCase:
-    """The last four groups are suffixes, the others those of dense decode."""
+    """The last four groups are suffixes, the others dense decode's."""
     *sizes, one_scale, fp8_math, mean1, wide_queries = groups
     case = Fp8DecodeCase(
         **fields_of(*sizes),

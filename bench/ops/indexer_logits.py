@@ -37,12 +37,12 @@ HEAD_DIMS = (32, 64, 128)
 
 @dataclass(frozen=True)
 class LogitsCase(Case):
-    """`b` is 0 for queries of one sequence, the last of whose `s_kv` tokens they are; `full`: each sees all keys.
+    """`b` is 0 for queries that are the last of one sequence's `s_kv` tokens; `full`: each sees all keys.
 
     `float16`: our kernel adds up products in float16; a peer does what it does. `e2m1`: the keys of pages are, in
     records of 68 bytes.
 
-    The microseconds are those of the best peer on one H200 on one day, and our target there; for orientation only.
+    The microseconds are the best peer's on one H200 on one day, and our target there; for orientation only.
     """
 
     s_q: int
@@ -128,7 +128,7 @@ CASES = (
     LogitsCase(4096, 4096, float16=True),
     LogitsCase(4096, 32768, float16=True),
 )
-# Keys in e2m1 beside the same ones in e4m3.
+# Keys in e2m1, and the same keys in e4m3.
 E2M1 = tuple(
     LogitsCase(s_q, s_kv, h, b=b, e2m1=e2m1)
     for b, s_q, s_kv, h in (
@@ -158,7 +158,7 @@ def case_of(
     ):
         raise ValueError(f"every size must be at least 1, d one of {HEAD_DIMS}; paged only e4m3 of 128")
     if case.e2m1 and not case.b:
-        raise ValueError("keys in e2m1 are those of pages")
+        raise ValueError("keys in e2m1 must be paged")
     return case
 
 
@@ -235,7 +235,7 @@ def _paged(case: LogitsCase, rng: np.random.Generator) -> dict[str, Array]:
     cache = np.empty((case.b * pages, PAGE_SIZE * case.key_bytes), np.uint8)
     codes_of, scales = cache[:, : PAGE_SIZE * code_bytes], cache[:, PAGE_SIZE * code_bytes :]
     codes_of[...] = codes(rng, case.b * pages, PAGE_SIZE, code_bytes).reshape(len(cache), -1)
-    if case.e2m1:  # any byte is two codes; exponents are those of 1/4 to 2
+    if case.e2m1:  # any byte is two codes; exponents stand for 1/4 to 2
         scales[...] = rng.integers(125, 129, scales.shape, np.uint8)
     else:
         scales.view(np.float32)[...] = rng.uniform(0.5, 2.0, (len(cache), PAGE_SIZE))

@@ -42,7 +42,7 @@ D_ROPE = 64
 
 @dataclass(frozen=True)
 class LossCase(Case):
-    """The microseconds are those of the best peer on one H200 on one day, and our target there, for orientation."""
+    """The microseconds are the best peer's on one H200 on one day, and our target there, for orientation."""
 
     b: int
     s: int
@@ -104,7 +104,7 @@ DENSE = (
     LossCase(16, 2048, 64, 128, 64, 64),
     LossCase(1, 32768, 64, 128, 32, 128),
 )
-# The same attention as of 128 x 576, un-absorbed; and training in FP8.
+# The attention of 128 x 576, un-absorbed; and training in FP8.
 UNABSORBED = (
     LossCase(1, 8192, 128, 192, 64, 128, mha=True, target_us=8500),
     LossCase(1, 8192, 128, 192, 64, 128, mha=True, fp8=True),
@@ -136,7 +136,7 @@ def case_of(
     if min(sizes) < 1 or case.d > 576 or case.d_i not in INDEX_DIMS:
         raise ValueError(f"every size must be at least 1, d at most 576, d_i one of {INDEX_DIMS}")
     if case.per_head and (case.topk or case.h != case.h_i):
-        raise ValueError("per head there are as many index heads as heads, and all keys count")
+        raise ValueError("per head needs one index head per head, and all keys")
     if case.mha and (case.topk or case.d <= D_ROPE):
         raise ValueError(f"keys per head are all keys, of more than {D_ROPE} columns")
     return case
@@ -472,7 +472,7 @@ INDEXER_LOSS = BenchOperation(
     },
     case_form=(
         "b<N>-s<N>-h<N>x<N>-i<N>x<N>: sequences, their length, heads x width, index heads x width; then -perhead "
-        "for targets per head, or -k<N> for the sparse stage with as many selected keys; -mha for keys per head, "
+        "for targets per head, or -k<N> for the sparse stage with N selected keys; -mha for keys per head, "
         "whose last 64 columns all heads share; -fp8 for index queries and keys in e4m3"
     ),
     pattern=r"b(\d+)-s(\d+)-h(\d+)x(\d+)-i(\d+)x(\d+)(-perhead)?(?:-k([1-9]\d*))?(-mha)?(-fp8)?",

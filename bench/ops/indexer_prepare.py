@@ -32,7 +32,7 @@ TOKENS = 3  # that are checked
 
 @dataclass(frozen=True)
 class IndexerPrepareCase(Case):
-    """Vectors of `s_q` tokens and `h` heads; with `keys` those of the tokens, too, from before their LayerNorm."""
+    """Vectors of `s_q` tokens and `h` heads; with `keys` also the tokens' keys, before their LayerNorm."""
 
     s_q: int
     h: int
@@ -197,7 +197,7 @@ INDEXER_PREPARE = BenchOperation(
     name="indexer-prepare",
     title="indexer preparation: RoPE, Hadamard, e4m3 codes of index queries, keys with their LayerNorm",
     examples="""examples:
-  run indexer-prepare                     all cases, each with a copy of as many bytes
+  run indexer-prepare                     all cases, each with a copy of the same size
   run indexer-prepare --case sq64-h64-keys  queries and keys in one launch
   run indexer-prepare --case sq512-h32    any other shape, named in the same form
 """,

@@ -296,7 +296,7 @@ def implementations(choices: Choices) -> Known:
 
 
 def ratios(rows: Sequence[Mapping[str, Any]]) -> list[Ratio]:
-    """Ratios of the time and of the launches to those of separate calls."""
+    """Ratios of the time and of the launches to separate calls."""
     found = {row["implementation"]: row for row in rows if row["status"] == "ok"}
     if not {OWN, SEPARATE} <= found.keys():
         return []

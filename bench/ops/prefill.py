@@ -39,7 +39,7 @@ class PrefillCase(Case):
     Attributes
     ----------
     h_kv : int
-        0: as many as query heads.
+        0: one per query head.
     causal : bool
         Whether a query is blind to what comes after it.
     state : bool
@@ -139,7 +139,7 @@ _LENGTHS = {
     128: (4096, 8192, 16384),
 }
 MASKED = tuple(PrefillCase(1, s, s, h, topk=2048) for h, lengths in _LENGTHS.items() for s in lengths)
-# Queries, keys and values in e4m3, beside the same in 16 bits: `targets` has those.
+# Queries, keys and values in e4m3; `targets` has the same shapes in 16 bits.
 CODED = (
     PrefillCase(1, 8192, 8192, 128, fp8=True),
     PrefillCase(1, 8192, 8192, 128, causal=False, fp8=True),
@@ -189,7 +189,7 @@ class PrefillInputs:
     state_out: Any  # (b s_q, h_q, d_v) float32; None without a state
     state_lse: Any  # (b s_q, h_q)
     indices: Any  # (b s_q, topk) int32, ascending, of the query's sequence; None without a selection
-    mask: Any  # (b s_q, mask_bytes) uint8, for what indices are made into
+    mask: Any  # (b s_q, mask_bytes) uint8, the mask made from indices
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def make_inputs(case: PrefillCase, dtype: str, seed: int, device: Device) -> Pre
 
 
 def _normal_codes(device: Device, shape: tuple[int, ...], seed: int) -> Any:
-    """Random e4m3 codes of deviation 1, as bytes: those of the nearest numbers to bfloat16 ones, by a table."""
+    """Random e4m3 codes of deviation 1, as bytes: bfloat16 numbers rounded by a table."""
     all_bfloat16 = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         table = all_bfloat16.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
@@ -268,7 +268,7 @@ NAMED = ("dense_mma",)  # of GPUs without WGMMA
 
 
 MASK_GIVEN, WITHOUT_MASK, SPARSE = "mask_given", "without_mask", "sparse_forward"
-"""Figures of a selection: the mask made before; no mask; `sparse_mla_forward` of as many heads and the same indices."""
+"""Figures of a selection: the mask made before; no mask; `sparse_mla_forward` with equal heads and indices."""
 
 
 class Prefill(Own):
@@ -388,7 +388,7 @@ def _expected(
     query: int,
     head: int,
 ) -> Expected:
-    """The values of one query, all of whose keys are those of its sequence that it sees."""
+    """The values of one query; its keys are the visible keys of its sequence."""
     seen = case.s_kv - (case.s_q - 1 - query % case.s_q) if case.causal else case.s_kv
     seen, width = max(0, seen), case.d_qk - D_ROPE
     options: dict[str, Any] = {"k_rope": k_rope[:seen], "causal": False, "scale": case.scale}

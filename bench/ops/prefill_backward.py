@@ -70,7 +70,7 @@ CASES = (
 def case_of(*groups: Any) -> PrefillBackwardCase:
     case = PrefillBackwardCase(**fields_of(*groups))
     if case.state or case.topk or case.fp8:
-        why = "a merged result's backward is any other's, a mask's and that of e4m3 codes are none"
+        why = "masks and e4m3 codes have no backward; a merged result's is like any other's"
         raise ValueError(f"expected {FORM}; {why}")
     return case
 

@@ -109,7 +109,7 @@ class MlaPrepareInputs:
     Attributes
     ----------
     q : array
-        That of the calls: with "inplace" it is changed.
+        Memory of the calls: with "inplace" it is changed.
     arguments : dict
         Further arguments of the public call, by name.
     pool : array or None
@@ -224,7 +224,7 @@ PREPARE = BenchOperation(
     name="prepare",
     title="before decode: RoPE, queries in e4m3, tokens in the cache, in one launch",
     examples="""examples:
-  run prepare                             all cases, each with a copy of as many bytes
+  run prepare                             all cases, each with a copy of the same size
   run prepare --case codes-fp8-n64-h16    any other sizes, named in the same form
 """,
     suites={"targets": CASES, "quick": (CASES[0], CASES[5])},

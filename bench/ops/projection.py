@@ -106,7 +106,7 @@ class ProjectionOutputs:
 
 
 def make_inputs(case: ProjectionCase, dtype: str, seed: int, device: Device) -> ProjectionInputs:
-    """Normal numbers; whole queries, of which the columns without RoPE are multiplied."""
+    """Normal numbers; whole queries; the columns without RoPE are multiplied."""
     n, t, h_q = case.states, case.tokens, case.h_q
     weights = device.normal((h_q, 2 * D_HEAD, D_V), dtype, 3 * seed + 1, scale=D_V**-0.5)
     if not n:
@@ -129,7 +129,7 @@ def make_result(case: ProjectionCase, dtype: str, device: Device) -> Any:
 
 
 class Projection(Own):
-    """One launch; the figure `copy` reads and writes together as many bytes."""
+    """One launch; the figure `copy` reads and writes equally many bytes in all."""
 
     def prepare(self, case: ProjectionCase, dtype: str, sets: Sequence[ProjectionInputs], device: Device) -> Prepared:
         results = [ProjectionOutputs(make_result(case, dtype, device)) for _ in sets]
@@ -187,7 +187,7 @@ PROJECTION = BenchOperation(
     name="projection",
     title="kv_b_proj's halves around decode: absorbed queries, and merged results per head",
     examples="""examples:
-  run projection                              all cases beside cuBLAS, each with a copy of as many bytes
+  run projection                              all cases beside cuBLAS, each with a copy of the same size
   run projection --case project-n4-t8-hq64    any other sizes, named in the same form
 """,
     peers="cublas (a batched product; partial results are merged by merge_states before); or none. Default: cublas",

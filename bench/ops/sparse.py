@@ -31,7 +31,7 @@ FORM = "sq<N>-skv<N>-hq<N>-topk<N>[-dqk512][-clustered]"
 class SparseCase(Case):
     """One sequence whose last `s_q` tokens are the queries. `indices` says how rows are selected: see `choose_indices`.
 
-    The microseconds are those of the best peer on one H200 on one day with random indices, and our target there; for
+    The microseconds are the best peer's on one H200 on one day with random indices, and our target there; for
     orientation only.
     """
 

@@ -134,7 +134,7 @@ class SparseBackward(Own):
 
 # ---- Check -----------------------------------------------------------------------------------------------------------
 
-CHUNK = 256  # queries whose gradients with respect to one row of kv are computed at a time
+CHUNK = 256  # queries per step of the gradients with respect to one row of kv
 
 
 def expect(case: SparseBackwardCase, dtype: str, inputs: GradientInputs, device: Device) -> list[Sample]:

@@ -46,7 +46,7 @@ KINDS = {
 class SparseDecodeCase(Case):
     """`extra` is the top-k in a second cache; each cache has `pool` tokens. `kind` is one of `KINDS`.
 
-    The microseconds are those of the best peer on one H200 on one day, and our target there; for orientation only.
+    The microseconds are the best peer's on one H200 on one day, and our target there; for orientation only.
     """
 
     b: int
@@ -144,11 +144,11 @@ CASES = (
     SparseDecodeCase(1, 1, 64),
     SparseDecodeCase(1, 1, 16),
 )
-# A window of 128 tokens and 1,024 compressed ones, as V4.1's layers ask for, beside the same of V4.
+# A window of 128 tokens and 1,024 compressed ones, as in V4.1's layers, and the same for V4.
 MIXED = tuple(
     SparseDecodeCase(128, 1, h_q, 128, 1024, kind) for kind in ("v41-fp4", "v41", "v4") for h_q in (64, 16, 128)
 )
-# Products in FP8, of the shapes whose records are converted above.
+# FP8 matmuls, for the shapes with converted tokens above.
 CODED = tuple(
     SparseDecodeCase(b, s_q, h_q, kind="fp8")
     for b, s_q, h_q in ((128, 2, 128), (128, 1, 64), (128, 1, 16), (4, 1, 128))

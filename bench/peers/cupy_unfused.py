@@ -109,7 +109,7 @@ def _decode(case: DecodeCase, inputs: DecodeInputs, result: DecodeOutputs, buffe
     element, single = buffers.element_type, buffers.float_type
     scores, weights = buffers.scores, buffers.weights
 
-    # As 8-byte words: CuPy's take copies one element per thread.
+    # 8-byte words, because CuPy's take copies one element per thread.
     pool = inputs.kv_cache.view("uint64").reshape(case.num_pages, -1)
     cupy.take(pool, inputs.block_table, axis=0, out=buffers.keys)
 

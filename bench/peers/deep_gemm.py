@@ -17,7 +17,7 @@ from ..ops.indexer_logits import PAGE_SIZE, LogitsCase, LogitsInputs, outputs_of
 from .torch_ops import recorder_for
 
 HEADS = (32, 64)  # its kernels' head counts
-TOKENS_OF_A_PAIR = 4  # next tokens for which thread blocks work in pairs, in versions that take so many on Hopper
+TOKENS_OF_A_PAIR = 4  # next tokens for which thread blocks work in pairs, in versions that support 4 on Hopper
 
 
 class DeepGemm:
@@ -74,7 +74,7 @@ class DeepGemm:
         return lambda: self._gemm.fp8_mqa_logits(x["q"], keys, x["weights"], x["ks"], x["ke"], clean_logits=True)
 
     def _paged(self, case: LogitsCase, x: dict[str, Any]) -> Any:
-        """Lengths are those of each token, (b, s_q); blocks that share keys count once in the schedule."""
+        """Lengths are per token, (b, s_q); blocks that share keys count once in the schedule."""
         weights, seqlens = x["weights"].reshape(case.b * case.s_q, case.h), x["seqlens"]
         tokens = self._torch.arange(case.s_q, device=seqlens.device, dtype=seqlens.dtype)
         lengths = (seqlens[:, None] - case.s_q + 1 + tokens).contiguous()

@@ -105,7 +105,7 @@ class CudnnBackward(BackwardPeer):
     def unsupported(self, case: PrefillBackwardCase, dtype: str) -> str | None:
         if case.causal and case.s_q != case.s_kv:
             return "puts the diagonal at the top left"
-        return "takes as many heads of keys as of queries" if case.h_q != case.heads_kv else None
+        return "needs one key head per query head" if case.h_q != case.heads_kv else None
 
     def _laid_out(self, case: PrefillBackwardCase, x: Any) -> Any:
         return x.view(case.b, -1, *x.shape[1:]).transpose(1, 2)

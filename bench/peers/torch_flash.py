@@ -14,7 +14,7 @@ MAX_WIDTH = 256
 
 
 class FlashAttention:
-    """Causal attention of as many heads, each with keys and values of its own; its forward alone is a figure."""
+    """Causal attention with equally many heads, each with separate keys and values; its forward alone is a figure."""
 
     name = "flash"
 

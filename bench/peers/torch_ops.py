@@ -42,7 +42,7 @@ def recorder_for(torch: Any, device: Device) -> Recorder:
 
 
 def peak_bytes(torch: Any, call: Call, results: Callable[[], Sequence[Any]]) -> int:
-    """Peak bytes of PyTorch's allocator during a call, minus those in use before and those of its results."""
+    """Peak bytes of PyTorch's allocator during a call, minus bytes in use before and bytes of its results."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -21,7 +21,7 @@ _WORD = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Choice:
-    """Places that a regular expression finds, in so many parts, of which this is one.
+    """Places that a regular expression finds, divided into `parts`, and one of these parts.
 
     Attributes
     ----------

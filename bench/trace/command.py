@@ -52,7 +52,7 @@ EPILOG = """examples:
   trace decode b2-sq1-hq128-skv256 --simulate 2 --draw decode.svg --kernel-name decode_sm90_seesaw
   trace decode b128-sq1-hq128-skv4096 --only run_load_role        only waits in a function, file or call of this name
   trace decode b128-sq1-hq128-skv4096 --parts 4                   a quarter of the waits in each of four runs
-  trace decode b128-sq1-hq128-skv4096 --parts auto                as many runs as bring each one near the plain call
+  trace decode b128-sq1-hq128-skv4096 --parts auto                enough runs that each is near the plain call
   trace decode b2-sq1-hq128-skv256 --simulate 2                   without a GPU: the order of things, not their times
 
 exit status: 0 success, 1 a result is wrong, 2 cannot run
@@ -66,7 +66,7 @@ FRAME_MARGIN = 1.01
 """A part that is so near to a build that records no place is not made smaller: what is left is not its waits'."""
 MAX_AUTO_PARTS = 16
 MAX_PARTS = 64
-"""A part whose build is refused, also with fewer registers, is halved, until there are so many."""
+"""Largest number of parts; a part is halved if its build is refused, also with fewer registers."""
 REFUSED = "is refused"
 """Words of the error of a build whose code would be slow."""
 SIMULATED_GHZ = 1.0
@@ -152,7 +152,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("case", metavar="CASE", help="a case by name; `list` prints the built-in ones")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
     parser.add_argument("--kernel", metavar="NAME", help="force a kernel, as the public call's option does")
-    parser.add_argument("--simulate", type=_positive, metavar="SMS", help="run in the simulator, on so many SMs")
+    parser.add_argument("--simulate", type=_positive, metavar="SMS", help="run in the simulator on SMS SMs")
     defaults = Limits()
     parser.add_argument(
         "--blocks", type=_positive, default=defaults.blocks, help="blocks that are traced (%(default)s)"
@@ -176,7 +176,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parts,
         default=1,
         metavar="N",
-        help="record the places in so many runs, a part in each (%(default)s); auto: until a run costs less than 3 %%",
+        help="runs that record a part of the places each (%(default)s); auto: until a run costs less than 3 %%",
     )
     files = parser.add_argument_group("files")
     files.add_argument("--json", type=Path, metavar="FILE.json", help="the tables")

@@ -150,7 +150,7 @@ class _Traced:
         self.places: dict[str, tuple[Any, int]] = {}
 
     def allocate(self, limits: Limits, warps: int) -> bytes:
-        """Take zeroed memory for so many warps of a block; returns the target's bytes."""
+        """Allocate zeroed memory for `warps` warps per block; returns the target's bytes."""
         self.warps = warps
         rows = limits.blocks * warps
         slots = limits.capacity * rows

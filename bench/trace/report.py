@@ -12,7 +12,7 @@ from .sites import Site
 from .waits import Trace, Unit, Wait, Warp, roles
 
 MAX_SITES = 6
-"""Places that a table lists of a role, those of the longest waits first."""
+"""Places that a table lists for a role, longest waits first."""
 _NS_PER_US = 1000.0
 _RUNS = "#bbbbbb"
 FORMATS = ".svg", ".png", ".pdf"

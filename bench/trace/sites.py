@@ -32,7 +32,7 @@ UNKNOWN = Site("?", 0, "unknown", "")
 
 
 def number(file: str, line: int) -> int:
-    """Return the number of a line: that of `Site` in `trace/waits.cuh`."""
+    """Return the number of a line, as `Site` in `trace/waits.cuh` computes it."""
     value = _BASIS
     for byte in file.encode():
         value = (value ^ byte) * _PRIME & _WORD

@@ -76,7 +76,7 @@ class Trace:
     ghz : float
         Rate of the SM's clock.
     warps : tuple of Warp
-        Those of blocks that were launched.
+        Warps of launched blocks.
     dropped : int
         Records for which there was no room.
     spills : int
@@ -108,7 +108,7 @@ class Trace:
 def roles(traces: Sequence[Trace]) -> dict[str, list[int]]:
     """Return warps by role, in all blocks together: neighbours that wait at some place that not every warp comes to.
 
-    Traces of several builds, each of which records other waits of the same kernel, tell of more places than one.
+    Traces of several builds, with different waits of the same kernel each, cover more places than one trace.
     """
     places: dict[int, set[Site]] = {}
     for warp in (warp for trace in traces for warp in trace.warps):

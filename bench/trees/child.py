@@ -1,6 +1,6 @@
 """One source tree in a process of its own: prepares cases and times them on request.
 
-`parent` starts this module so that `bench` is the new tree's and `mla_cupy` is that of the tree under test. Only what
+`parent` starts this module so that `bench` is the new tree's and `mla_cupy` belongs to the tree under test. Only what
 both have may therefore be used of mla_cupy: the public calls, and what `core.device` and the checks import.
 
 Requests and replies are JSON objects, one per line, on the standard input and on what was the standard output.

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """Compare the machine code of two folders of builds, build by build.
 
 A change that only moves or renames source text leaves every instruction as it was; a build whose code differs is to be
-timed again. A build under a new name counts as renamed if its code is that of a build whose name is gone. Facts that a
-kernel exports are not code.
+timed again. A build under a new name counts as renamed if its code equals that of a build whose name is gone. Facts
+that a kernel exports are not code.
 """
 EPILOG = """example:
   (cd ../old && mla-cupy compile --arch sm_90a,sm_100a --out /tmp/old)

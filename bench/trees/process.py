@@ -35,7 +35,7 @@ class Process:
         if not (self.tree / "mla_cupy" / "__init__.py").is_file():
             raise BenchError(f"{tree}: no mla_cupy in it; expected the root of a checkout")
         bench_parent = Path(__file__).resolve().parents[2]
-        # Another tree's sources and cubins must not be used, and nothing may be compiled beside a measurement.
+        # Another tree's sources and cubins must not be used, and nothing may be compiled during a measurement.
         environment = {
             key: value for key, value in os.environ.items() if key not in ("MLA_CUPY_CUDA_SRC", "MLA_CUPY_CUBIN_DIR")
         }

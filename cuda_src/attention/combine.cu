@@ -1,14 +1,14 @@
 // Merges the partial results of split requests.
 //
-// Grid: at most as many blocks as fit on the GPU. Each lists the split requests: those whose first piece ends a split.
-// The schedule (attention/split_work.cuh) is older than the attention kernel, so the list is made before that has
-// ended. The merge itself is in attention/merge_partials.cuh.
+// Grid: at most as many blocks as fit on the GPU. Each block lists the split requests, one per split that ends with a
+// request's first piece. The schedule (attention/split_work.cuh) is written before the attention kernel starts, so the
+// list is built while that kernel still runs. attention/merge_partials.cuh does the merge.
 //
-// The kernel runs for a few microseconds, so what counts is the number of dependent loads and, as instructions come
-// from memory too, the length of the code: one way to merge for every number of pieces, and no unrolled loop that need
-// not be.
+// The kernel runs for a few microseconds, so its time is the number of dependent loads plus the length of the code,
+// because instructions come from memory too. One merge loop therefore handles every number of pieces, and loops are
+// unrolled only where they must be.
 //
-// Source: the log-sum-exp merge of flash-decoding. What differs from FlashMLA's: no walk over all splits by one warp.
+// Source: the log-sum-exp merge of flash-decoding. Unlike FlashMLA's, no single warp walks over all splits.
 #include "attention/merge_partials.cuh"
 #include "attention/query_groups.cuh"
 #include "ptx/control.cuh"
@@ -43,21 +43,21 @@ using Partial = MLA_PARTIALS;
 constexpr i32 kCombineThreads = 256;
 constexpr i32 kCombineWarps = kCombineThreads / kWarpThreads;
 constexpr i32 kCombineTeams = kCombineThreads / kTeamThreads;
-// PERF(H200, 2026-11-22, -1 % to -6 %): up to so many rows, the next kernel may start at once; with 128 it loses 2 %.
-// PERF(H200, 2026-11-27, -3 %): and up to so many of all requests; 16 requests of 128 rows lose 2 %.
+// PERF(H200, 2026-11-22, -1 % to -6 %): with at most 32 rows the next kernel may start at once; 128 rows lose 2 %.
+// PERF(H200, 2026-11-27, -3 %): the rows of all requests are limited too; 16 requests of 128 rows lose 2 %.
 constexpr i32 kEarlyRows = 32, kEarlyRowsOfAll = 512;
 static_assert(kCombineThreads >= kMaxSplits, "one thread looks at one split");
 static_assert(kMaxSplits <= kMaxPartials, "a request may have a piece in every split");
 
-// A unit of a request: its number among those of the request, whose first piece ends `split`.
+// Work unit `number` of the request whose first piece ends `split`.
 struct FoundUnit {
     i32 split, num_partials, number;
 };
 
 struct CombineStorage {
     SchedulePoint schedule[kMaxSplits + 1];
-    // Per split, for the request whose first piece ends it: the request's pieces, and the units of those before it. If
-    // all requests have as many, this number, negative.
+    // Per split, for the request whose first piece ends it: its pieces, and the units of earlier requests. If every
+    // request has the same number of pieces, this number negated.
     i32 num_partials[kMaxSplits], units_before[kMaxSplits + 1];
     i32 warp_units[kCombineWarps];
     FoundUnit found[kCombineTeams];
@@ -68,7 +68,7 @@ MLA_FACT(threads, kCombineThreads);
 MLA_FACT(max_splits, kMaxSplits);
 
 // ---- The list of split requests --------------------------------------------------------------------------------
-// Pieces of the request whose first one ends `split`; 0 if there is none.
+// Number of pieces of the request whose first piece ends `split`; 0 if there is none.
 MLA_DEVICE i32 partials_from(const DecodeParams& p, const CombineStorage& s, i32 split) {
     if (split >= p.num_splits) return 0;
     const SchedulePoint begin = s.schedule[split], end = s.schedule[split + 1];
@@ -86,8 +86,8 @@ MLA_DEVICE i32 partials_from(const DecodeParams& p, const CombineStorage& s, i32
     return low - split;
 }
 
-// By the block, which has the schedule in shared memory then: the pieces of each request if all are cut into as many;
-// else 0. Points of a schedule never go back, so it is enough to know which of them are within a request.
+// Called by the block once the schedule is in shared memory. Returns the number of pieces if all requests have the same
+// number, else 0. Schedule points never go back, so it is enough to know which of them lie inside a request.
 MLA_DEVICE i32 even_pieces(const DecodeParams& p, CombineStorage& s) {
     const i32 split = threadIdx.x;
     SchedulePoint begin{p.b, 0};
@@ -124,7 +124,7 @@ MLA_DEVICE i32 list_split_requests(const DecodeParams& p, CombineStorage& s) {
     return total;
 }
 
-// By the block: lists the split requests, if they differ, and returns the number of units.
+// Called by the block: lists the split requests if they differ, and returns the number of units.
 MLA_DEVICE i32 count_units(const DecodeParams& p, CombineStorage& s) {
     // PERF(H200, 2026-11-27, -0.4 % to -1.4 % of dense decode of up to 32 sequences): equal pieces, which batches of
     // one length have, need no list.
@@ -134,9 +134,9 @@ MLA_DEVICE i32 count_units(const DecodeParams& p, CombineStorage& s) {
     return p.b * UnitShape::of(even).units(p.s_q * p.h_q);
 }
 
-// By the block: finds the units from `first` on, one per team. Each thread looks whether its split has one of them.
+// Called by the block: finds the units from `first` on, one per team. Each thread checks whether its split has one.
 MLA_DEVICE FoundUnit find_unit(CombineStorage& s, i32 first) {
-    __syncthreads();  // those before have been read
+    __syncthreads();  // the last units have been read
     const i32 split = threadIdx.x, before = s.units_before[split], through = s.units_before[split + 1];
 #pragma unroll
     for (i32 i = 0; i < kCombineTeams; ++i) {
@@ -148,7 +148,7 @@ MLA_DEVICE FoundUnit find_unit(CombineStorage& s, i32 first) {
     return s.found[threadIdx.x / kTeamThreads];
 }
 
-// By the block: prepares the units from `first` on, one per team; of equal pieces without a list.
+// Called by the block: prepares the units from `first` on, one per team. Equal pieces need no list.
 MLA_DEVICE void prepare_units(const DecodeParams& p, CombineStorage& s, i32 first, i32 units) {
     const i32 team = threadIdx.x / kTeamThreads, even = -s.num_partials[threadIdx.x];
     FoundUnit found;
@@ -164,8 +164,8 @@ MLA_DEVICE void prepare_units(const DecodeParams& p, CombineStorage& s, i32 firs
                        found.number >> shape.group_shift << shape.row_shift, found.number & (shape.groups() - 1));
 }
 
-// PERF(H200, 2026-11-27, -2 % of a layer of 64 sequences): what multiplies by W_UV may start at once whatever the rows
-// are, as it asks for its weights first.
+// PERF(H200, 2026-11-27, -2 % of a layer of 64 sequences): a W_UV projection may start at once whatever the rows are,
+// since it first requests its weights.
 MLA_DEVICE bool next_may_start(const DecodeParams& p) {
     const i32 rows = query_rows(p);
     const bool projects = p.schedule != nullptr && p.unit_tiles > 0;
@@ -242,12 +242,12 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 4)
     if constexpr (MLA_HEAD_DIM_V == kHeadDimV && !Work::kForms) {
         if (const i32 pieces = even_pieces(p)) return merge_even_pieces(p, pieces);
     }
-    // What follows may start before this kernel has waited, but waits itself for the end of this kernel, and so of the
-    // attention kernel, before it reads or writes anything in memory: every kernel of the package that is launched as a
-    // programmatic dependent begins with griddepcontrol.wait (the next call's schedule and attention, a merge of
-    // states, an update of the cache), and lets its own successor start only then; other launches and memsets are not
-    // dependents. Those that read before they wait are this one and what multiplies by W_UV, and what they read is
-    // older. With many rows, blocks of the next attention kernel would take this one's place.
+    // Later kernels may start before this one has waited. They wait for the end of this kernel, and so of the attention
+    // kernel, before they touch memory: every kernel of the package that is launched as a programmatic dependent (the
+    // next call's schedule and attention, a merge of states, a cache update) begins with griddepcontrol.wait and only
+    // then lets its own successor start. Other launches and memsets are not dependents. Only this kernel and the W_UV
+    // projections read before they wait, and they read older data. With many rows, blocks of the next attention kernel
+    // would take this kernel's place.
     if (next_may_start(p)) griddepcontrol_launch_dependents();
     // The attention kernel waited for the schedule before it let this kernel start.
     const i32 team = threadIdx.x / kTeamThreads, units = count_units(p, s);

@@ -1,8 +1,8 @@
-// Merges the partial results of decode, and multiplies them by W_UV: in the place of a combine, where the caller wants
+// Merges the partial results of decode and multiplies them by W_UV, in place of a combine, for callers that want
 // results of the width of a head. The mathematics and the grid are in attention/projection.cuh.
 //
-// The attention kernel leaves the results of requests that were not split in the workspace, in fp32, where `out` of its
-// parameters is; the others are in pieces, as for attention_combine.
+// The attention kernel leaves the results of unsplit requests in fp32 in the workspace, at its `out` parameter; split
+// requests are in pieces, as for attention_combine.
 #include "attention/decode_output.cuh"
 #include "attention/pieces.cuh"
 #include "attention/projection.cuh"
@@ -13,7 +13,7 @@ using Projected = ProjectionConfig<MLA_DTYPE, MLA_SHARE, (MLA_SHARE == 1 ? 1 : 2
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct CombineProjectParams : ProjectionAddresses, DecodeParams, ProjectionSizes {
-    i32 has_pieces;  // whether the schedule is one in pieces (attention/pieces.cuh)
+    i32 has_pieces;  // 1: the schedule is one in pieces (attention/pieces.cuh)
     i32 padding;
 };
 
@@ -33,7 +33,7 @@ constexpr i32 kNoRequest = -1;
 struct SplitRows {
     const CombineProjectParams& p;
 
-    // The attention kernel has waited for what was before it before it lets this kernel start.
+    // The attention kernel waits for its predecessor before it lets this kernel start.
     static constexpr bool kWeightsAreOlder = true;
 
     MLA_DEVICE i32 queries() const { return p.s_q; }
@@ -50,8 +50,7 @@ struct SplitRows {
         return attention::final_lse(p, sum == 0.f ? negative_infinity() : max + log2f(sum));
     }
 
-    // By a warp, of its rows: a lane works out one of them. Only the schedule is read, which is older than the
-    // attention kernel.
+    // Called by a warp, for its rows, one per lane. Reads only the schedule, which is older than the attention kernel.
     MLA_DEVICE void find(const ProjectionBlock<Projected>& block, i32 first_token, i32 count) const {
         const i32 lane = threadIdx.x % kWarpThreads, row = uniform_warp() + lane * kProjectionWarps;
         const bool present = lane < Projected::kRows && row < count;
@@ -72,7 +71,7 @@ struct SplitRows {
         constexpr i32 kLaneCuts = kMaxSplits / kWarpThreads;
         const i32 lane = threadIdx.x % kWarpThreads;
         i32 first = 0, cuts = 0;
-        // Of 32 cuts, of which this lane has one.
+        // Each lane holds one of 32 cuts.
         const auto count = [&](i32 index, const SchedulePoint& cut) {
             const i32 within = cut.tile > 0 ? cut.request : kNoRequest - 1;
 #pragma unroll
@@ -95,7 +94,7 @@ struct SplitRows {
             for (i32 i = 0; i < kLaneCuts; ++i) {
                 if (i * kWarpThreads < p.num_splits) count(i, points[i]);
             }
-        } else if (p.request_units > 0) {  // else the attention kernel has merged what it has split
+        } else if (p.request_units > 0) {  // else the attention kernel has merged its splits
 #pragma unroll 1
             for (i32 i = 0; i * kWarpThreads < p.num_splits; ++i) {
                 const i32 at = lane + i * kWarpThreads;
@@ -106,7 +105,7 @@ struct SplitRows {
         pieces = cuts + 1;
     }
 
-    // Of a row whose request has so many pieces, the first of which ends `split`.
+    // The pieces of a row whose request has `pieces` of them; the first ends `split`.
     MLA_DEVICE RowPieces row_pieces(i32 request, i32 query, i32 head, i32 split, i32 pieces) const {
         const i32 group = p.h_q / p.h_kv, kv_head = head / group, row = query * group + head % group;
         if (pieces < 2) {

@@ -1,4 +1,4 @@
-// Where the result of a query row goes: the caller's arrays, or a partial result in the workspace.
+// Destination of a query row's result: the caller's arrays, or a partial result in the workspace.
 #pragma once
 #include "attention/split_work.cuh"
 #include "ptx/convert.cuh"
@@ -12,7 +12,7 @@ MLA_DEVICE i32 query_head(const DecodeParams& p, i32 kv_head, i32 row) {
     return kv_head * group + row % group;
 }
 
-// What turns the sum of weighted values of a head's row into its final output: 1 / (l + exp2(sink - m)).
+// Factor from a row's sum of weighted values to its final output: 1 / (l + exp2(sink - m)).
 MLA_DEVICE float final_factor(const DecodeParams& p, i32 head, float m, float l) {
     if (l == 0.f) return 0.f;
     if (p.attn_sink == nullptr) return 1.f / l;
@@ -24,7 +24,7 @@ MLA_DEVICE float final_factor(const DecodeParams& p, i32 kv_head, i32 row, float
     return final_factor(p, query_head(p, kv_head, row), m, l);
 }
 
-// The same for a work item: a partial result does not include the sink yet.
+// The factor for a work item. A partial result leaves the sink to the merge.
 MLA_DEVICE float output_factor(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row, float m, float l) {
     if (item.partial_index == kNotSplit) return final_factor(p, kv_head, row, m, l);
     return l == 0.f ? 0.f : 1.f / l;
@@ -53,7 +53,7 @@ MLA_DEVICE i64 max_offset(const DecodeParams& p, i32 request, i32 kv_head, i32 r
            (row / (p.h_q / p.h_kv)) * p.max_stride_s_elems;
 }
 
-// The same of a work item's, whose queries may be others than the request's first ones.
+// Output offset of a work item's row. The item's queries need not be the request's first ones.
 template <class Work>
 MLA_DEVICE i64 item_out_offset(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row) {
     return out_offset(p, item.request, kv_head, row) + Work::first_query(item) * p.out_stride_s_elems;

@@ -9,7 +9,7 @@
 #include "common/lse.cuh"
 
 namespace mla::attention {
-constexpr i32 kMaxSplits = 256;  // of a schedule, and so pieces of a request
+constexpr i32 kMaxSplits = 256;  // splits of a schedule, and pieces of a request
 
 // A position in the work of a batch: before tile `tile` of request `request`.
 struct SchedulePoint {
@@ -32,7 +32,7 @@ struct DecodeParams {
     float* partial_out;              // (2 num_splits, h_q * s_q, 512), normalised; see attention/split_work.cuh
     float* partial_lse;              // (2 num_splits, h_q * s_q), base 2
     float* partial_max = nullptr;    // (2 num_splits, h_q * s_q), base 2
-    u32* tickets = nullptr;          // of kernels whose last block merges, see decode/cluster_work.cuh: zeros
+    u32* tickets = nullptr;          // zeros; for kernels whose last block merges, see decode/cluster_work.cuh
     const u64* tree_mask = nullptr;  // (b, s_q), or null: see attention/tree_mask.cuh
     i64 q_stride_b_elems, q_stride_s_elems, q_stride_h_elems;
     i64 kv_stride_page_elems, kv_stride_token_elems, kv_stride_h_elems;
@@ -46,8 +46,8 @@ struct DecodeParams {
     i32 num_pages, page_size, max_pages, num_splits;
     i32 causal = 0, out_is_fp32;
     i32 continued_index;    // partial index of split 0 where split 1 continues its last request
-    i32 request_units = 0;  // without a schedule: every request has as many units of work, ...
-    i32 unit_tiles = 0;     // ... each of so many tiles (but its last one). With one: 1 where W_UV follows the combine
+    i32 request_units = 0;  // without a schedule: units of work per request
+    i32 unit_tiles = 0;     // tiles per unit, fewer in the last. With a schedule: 1 where W_UV follows the combine
     i32 cp_world = 1, cp_rank = 0;  // token j of the cache is token j * cp_world + cp_rank of the sequence
     float scale_log2;               // softmax scale * log2(e)
     LseConvention lse_convention;
@@ -55,14 +55,14 @@ struct DecodeParams {
     i32 padding;        // fills the last 8 bytes: a gap would change the code of structs that derive from this
 };
 
-// What a request has in this cache.
+// The part of a request's sequence that lies in this cache.
 struct RequestLength {
     i32 tokens;
     i32 behind_last;  // tokens of the sequence after the last of these, all on other ranks: fewer than cp_world
 };
 
-// Whatever the seqlen claims, there are at most the `max_tokens` that the block table can hold: the longest sequence
-// with so many has max_tokens * cp_world + cp_rank tokens, since the last ones may all be on other ranks.
+// The block table holds at most `max_tokens`, whatever the seqlen claims. The longest sequence with that many has
+// max_tokens * cp_world + cp_rank tokens, since its last ones may all be on other ranks.
 MLA_DEVICE RequestLength request_length(i64 seqlen, i64 max_tokens, i32 cp_world, i32 cp_rank) {
     const i32 length = (i32)max(0ll, min(seqlen, max_tokens * cp_world + cp_rank));
     if (cp_world == 1) return RequestLength{length, 0};
@@ -98,8 +98,8 @@ MLA_DEVICE const u16* cached_row(const DecodeParams& p, i32 request, i32 kv_head
 
 }  // namespace mla::attention
 
-// What a kernel that takes these parameters tells the host. Members of one size are contiguous, so four offsets pin
-// down the layout of the struct.
+// Facts that the host reads from the cubin. Members of one size are contiguous, so four offsets pin down the layout of
+// the struct.
 #define MLA_DECODE_FACTS()                                                                                           \
     MLA_FACT_LIST(params_layout, MLA_OFFSET(mla::attention::DecodeParams, q_stride_b_elems),                         \
                   MLA_OFFSET(mla::attention::DecodeParams, b), MLA_OFFSET(mla::attention::DecodeParams, scale_log2), \

@@ -1,7 +1,7 @@
-// Query rows in e4m3, for products in FP8: as they come, or from 16 bits by the rule of attention/query_codes.cuh.
+// Query rows in e4m3 for FP8 matmuls: copied as they are, or quantised from 16 bits by attention/query_codes.cuh.
 //
-// A kernel says where they lie in shared memory, by a type `Place`: its offset(row, at) is that of the row's chunk `at`
-// of eight codes, two of which are 16 bytes; a second term, where there is one, lies kTermBytes on.
+// A kernel passes a type `Place` for the layout in shared memory. Place::offset(row, at) is the offset of the row's
+// chunk `at` of eight codes; two chunks are 16 bytes. A second term, if any, lies kTermBytes further on.
 #pragma once
 #include "attention/fp8_scales.cuh"
 #include "attention/query_codes.cuh"
@@ -87,7 +87,7 @@ struct Fp8CodedRow {
         }
     }
 
-    // Stores the row as row `row` of the operand; the codes themselves give its scores no factor.
+    // Stores the row as row `row` of the operand. e4m3 codes need no factor for its scores.
     template <class Query, i32 kTerms = 1>
     MLA_DEVICE float store(u8* q, i32 row, i32 lane) const {
         static_assert(kTerms == 1, "codes need no second term");
@@ -100,7 +100,7 @@ struct Fp8CodedRow {
     }
 };
 
-// Of queries of a type: a lane's share of a row, how their memory is seen, and the 16-bit type of results.
+// Per query type: a lane's share of a row, its view of memory, and the 16-bit type of results.
 template <class Query>
 struct Fp8QueryType {
     template <class Place>

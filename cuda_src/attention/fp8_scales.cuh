@@ -4,8 +4,8 @@
 
 namespace mla::attention {
 struct Fp8ScaleAddresses {
-    const float* q_scales = nullptr;   // (b, s_q, h_q), or null: of queries in e4m3, beside what `scale_log2` has
-    const float* kv_scales = nullptr;  // (1,), or null: of the cache, beside what `scale_log2` and `value_scale` have
+    const float* q_scales = nullptr;   // (b, s_q, h_q), or null: scales of e4m3 queries, on top of `scale_log2`
+    const float* kv_scales = nullptr;  // (1,), or null: scale of the cache, on top of `scale_log2` and `value_scale`
 };
 
 struct DecodeFp8Params : Fp8ScaleAddresses, DecodeParams {
@@ -15,7 +15,7 @@ struct DecodeFp8Params : Fp8ScaleAddresses, DecodeParams {
 
 MLA_DEVICE float cache_scale(const DecodeFp8Params& p) { return p.kv_scales == nullptr ? 1.f : *p.kv_scales; }
 
-// Of a row of queries in e4m3.
+// Scale of one row of e4m3 queries.
 MLA_DEVICE float query_row_scale(const DecodeFp8Params& p, i32 request, i32 kv_head, i32 row) {
     if (p.q_scales == nullptr) return 1.f;
     const i32 group = p.h_q / p.h_kv;
@@ -24,7 +24,7 @@ MLA_DEVICE float query_row_scale(const DecodeFp8Params& p, i32 request, i32 kv_h
 }
 }  // namespace mla::attention
 
-// What a kernel that takes DecodeFp8Params tells the host, see MLA_DECODE_FACTS.
+// Facts that the host reads from the cubin, see MLA_DECODE_FACTS.
 #define MLA_DECODE_FP8_FACTS()                                                                                    \
     MLA_FACT_LIST(params_layout, MLA_FP8_OFFSET(q_stride_b_elems), MLA_FP8_OFFSET(b), MLA_FP8_OFFSET(scale_log2), \
                   MLA_FP8_OFFSET(q_scales_stride_b_elems), MLA_FP8_OFFSET(bf16_partials),                         \

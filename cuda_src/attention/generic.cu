@@ -36,7 +36,7 @@ MLA_DECODE_FACTS();
 using Element = MLA_DTYPE;
 constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
 static_assert(is_head_dim_qk(kHeadDimQk) || is_narrow_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
-constexpr i32 kColumnThreads = head_dim_v(kHeadDimQk) / 2;  // that have two of the output
+constexpr i32 kColumnThreads = head_dim_v(kHeadDimQk) / 2;  // threads with two output columns each
 // An odd number of words per row: lanes that read the same column of 32 tokens hit 32 banks.
 constexpr i32 kKeyElems = kHeadDimQk + 2;
 
@@ -55,7 +55,7 @@ struct Storage {
     u16 k[kTokens][kKeyElems];
     alignas(16) float p[kBlockM][kTokens];
     float scale[kBlockM];   // by which the step's new maximum rescales the output so far
-    float factor[kBlockM];  // what the result is multiplied by
+    float factor[kBlockM];  // factor of the result
 };
 
 struct Block {
@@ -149,7 +149,7 @@ MLA_DEVICE void run_item(const Block& block, const WorkItem& item) {
     const i32 end = min(item.tile_end * kTileTokens, item.tokens);
     for (i32 first = item.tile_begin * kTileTokens; first < end; first += kTokens) {
         if (threadIdx.x == 0) present = 0;
-        __syncthreads();  // also: the previous step's keys have been read
+        __syncthreads();  // the previous step's keys have been read
         const u32 fetched = fetch_keys(block, item, first, warp, lane);
         if (lane == 0) atomicOr(&present, fetched);
         __syncthreads();

@@ -13,7 +13,7 @@
 
 namespace mla::attention {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-// What a kernel chooses. Tokens_ is one of attention/record_tokens.cuh.
+// Choices of a kernel. Tokens_ is one of attention/record_tokens.cuh.
 template <class Element_, class TokenRecord_, class Tokens_>
 struct GenericRecords {
     using Element = Element_;
@@ -28,7 +28,7 @@ struct GenericRecords {
 constexpr i32 kGenericThreads = 256;
 constexpr i32 kGenericWarps = kGenericThreads / kWarpThreads;
 constexpr i32 kGenericRows = kGenericWarps;  // query rows: one per warp
-constexpr i32 kGenericTokens = 16;           // of one step
+constexpr i32 kGenericTokens = 16;           // tokens per step
 constexpr i32 kLanesPerToken = kWarpThreads / kGenericTokens;
 static_assert(kTileTokens % kGenericTokens == 0, "a tile is a whole number of steps");
 static_assert(kHeadDimV == 2 * kGenericThreads, "a thread has two columns of the output");
@@ -39,9 +39,9 @@ struct GenericStorage {
     alignas(16) u16 q[kGenericRows][C::kHeadDimQk];
     float k[kGenericTokens][C::kKeyFloats];
     float p[kGenericRows][kGenericTokens];
-    bool present[kGenericTokens];  // whether the token is there
+    bool present[kGenericTokens];  // false: no such token
     float scale[kGenericRows];     // by which the step's new maximum rescales the output so far
-    float factor[kGenericRows];    // what the result is multiplied by
+    float factor[kGenericRows];    // factor of the result
 };
 
 template <class C>
@@ -173,7 +173,7 @@ MLA_DEVICE void run_generic_records(const DecodeParams& p, GenericStorage<C>& s)
 }
 }  // namespace mla::attention
 
-// What the host must know of a variant, beside the facts of its operation; in a namespace that uses this one.
+// Facts of a variant, in addition to the facts of its operation; for use in a namespace that uses this one.
 #define MLA_GENERIC_RECORDS_FACTS(Records)                                               \
     static_assert(sizeof(GenericStorage<Records>) <= 48 * 1024, "static shared memory"); \
     MLA_FACT(threads, kGenericThreads);                                                  \

@@ -1,4 +1,4 @@
-// What the attention kernels on CUDA cores share: a warp's online softmax of a row, and its result.
+// Shared by the attention kernels on CUDA cores: a warp's online softmax of a row, and its result.
 #pragma once
 #include "attention/decode_output.cuh"
 #include "attention/online_softmax.cuh"
@@ -32,7 +32,7 @@ MLA_DEVICE bool sees(const DecodeParams& p, const WorkItem& item, const SeenToke
     return seen.contain(token);
 }
 
-// Two columns of a row's result, turned back where a call asks for that.
+// Two columns of a row's result, turned back if the call requests it.
 template <class Element, class Work>
 MLA_DEVICE void store_turned_columns(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row, i32 column,
                                      float2 x) {
@@ -45,7 +45,8 @@ MLA_DEVICE void store_turned_columns(const DecodeParams& p, const WorkItem& item
     store_columns<Element, Work>(p, item, kv_head, row, column, x);
 }
 
-// By all threads: warp `warp` has the softmax of its row, and each of the first threads two columns of all rows.
+// Called by all threads. Warp `warp` holds the softmax of its row, and each of the first threads two columns of all
+// rows.
 template <class Element, class Work = ScheduledWork, i32 kColumnThreads = kHeadDimV / 2, class Block, i32 kBlockM>
 MLA_DEVICE void store_result(const Block& block, const WorkItem& item, const Row& row_state,
                              const float2 (&out)[kBlockM], i32 warp, i32 lane) {

@@ -1,5 +1,5 @@
-// What becomes of a tile's P^T and of a work item's O^T where heads are the columns of fragments: P for the product
-// with the values, statistics and results to the caller's arrays or to the workspace.
+// P^T of a tile and O^T of a work item where heads are the columns of fragments: P for the product with the values,
+// statistics and results for the caller's arrays or the workspace.
 #pragma once
 #include "attention/decode_output.cuh"
 #include "attention/head_softmax.cuh"
@@ -33,10 +33,10 @@ MLA_DEVICE void store_p(Element, HeadState<kHeads>& heads, const float (&scores)
 }
 
 // ---- Epilogue --------------------------------------------------------------------------------------------------
-// It runs once per work item, so its instructions are rarely in the cache: whatever takes divisions is computed by one
-// thread per head and shared.
+// It runs once per work item, so its instructions are rarely in the cache: one thread per head computes everything that
+// needs divisions, and shares it.
 
-// The heads of a thread block: rows [row0, row0 + kHeads) of a KV head, those below `rows`; and what a split holds.
+// The heads of a thread block, rows [row0, row0 + kHeads) of a KV head and below `rows`; and its share of the work.
 template <class Work_>
 struct BlockHeadsOf {
     using Work = Work_;
@@ -48,10 +48,10 @@ using BlockHeads = BlockHeadsOf<ScheduledWork>;
 template <i32 kHeads>
 struct HeadStats {
     float max[kHeads], row_max[kHeads];  // see HeadState
-    float factor[kHeads];                // what turns the sum of weighted values into the result
+    float factor[kHeads];                // factor from the sum of weighted values to the result
 };
 
-// By one thread per head: its factor and, if this warpgroup `reports`, the statistics of the result.
+// Called by one thread per head: its factor and, if this warpgroup `reports`, the statistics of the result.
 template <bool kWithRowMax, i32 kHeads, class Work>
 MLA_DEVICE void finish_head(const DecodeParams& p, const WorkItem& item, const BlockHeadsOf<Work>& block,
                             HeadStats<kHeads>& stats, const float (&warps)[kWarpgroupWarps][kHeads], bool reports,
@@ -69,13 +69,13 @@ MLA_DEVICE void finish_head(const DecodeParams& p, const WorkItem& item, const B
     if (kWithRowMax) store_row_max(p, item, block.kv_head, row, with_nan_of(sum, stats.row_max[head]));
 }
 
-// By a warpgroup, at the end of a work item: the heads' factors to `stats`, for all of its threads.
+// Called by a warpgroup at the end of a work item: writes the heads' factors to `stats`, for all of its threads.
 template <bool kWithRowMax, i32 kHeads, class Work>
 MLA_DEVICE void finish_heads(const DecodeParams& p, const WorkItem& item, const BlockHeadsOf<Work>& block,
                              const HeadState<kHeads>& heads, float (&warps)[kWarpgroupWarps][kHeads],
                              HeadStats<kHeads>& stats, bool reports, i32 barrier, i32 thread) {
     store_warp_sums<kHeads>(warps[thread / kWarpThreads], heads.sum, thread);
-    if (thread < 4) {  // which hold every head
+    if (thread < 4) {  // these threads hold every head
 #pragma unroll
         for (i32 k = 0; k < kHeadsOfThread<kHeads>; ++k) {
             stats.max[kth_head(k, thread)] = heads.max.value[k];

@@ -53,7 +53,7 @@ MLA_DEVICE void mask_rows(float (&scores)[kCount], i32 visible, i32 thread) {
     }
 }
 
-// Masks the rows of the tile that are not there (bit = key).
+// Masks absent rows of the tile (bit = key).
 template <i32 kCount>
 MLA_DEVICE void mask_absent(float (&scores)[kCount], u64 present, i32 thread) {
     if (present == ~0ull) return;
@@ -90,7 +90,7 @@ MLA_DEVICE void mask_keys_before(float (&scores)[kCount], i32 k, i32 first, i32 
     }
 }
 
-// Masks what is not in `seen` of the k-th of a thread's heads (bit = key).
+// Masks the keys outside `seen` for the k-th of a thread's heads (bit = key).
 template <i32 kCount>
 MLA_DEVICE void mask_head(float (&scores)[kCount], i32 k, u64 seen, i32 thread) {
 #pragma unroll
@@ -99,9 +99,9 @@ MLA_DEVICE void mask_head(float (&scores)[kCount], i32 k, u64 seen, i32 thread) 
     }
 }
 
-// Maxima over the lanes that differ in the bits from kStep down to 4, which have values of the same heads: from the
-// k-th on. While they can be halved, each of two lanes keeps half of them, and gives the other half away: a shuffle is
-// then of half as many values.
+// Maxima, from the k-th on, over the lanes that differ in the bits kStep down to 4; these lanes hold values of the same
+// heads. While the values can be halved, each of two lanes keeps one half and gives the other away, so that each
+// shuffle moves half as many values.
 template <i32 kStep, class To, i32 kCount>
 MLA_DEVICE void store_lane_maxima(To& to, const float (&values)[kCount], i32 k, i32 thread) {
     if constexpr (kStep < 4) {
@@ -133,8 +133,8 @@ MLA_DEVICE void store_warp_maxima(float (&to)[kHeads], const float (&scores)[kHe
     }
 }
 
-// The same with fewer shuffles, which take turns with all that the block does in shared memory: four instead of twelve
-// for 16 heads, seven instead of 24 for 32. There are some more instructions in all.
+// Stores the maxima with fewer shuffles, which compete with the block's other accesses to shared memory: four instead
+// of twelve for 16 heads, seven instead of 24 for 32. The total number of instructions is slightly higher.
 template <i32 kHeads, class To>
 MLA_DEVICE void store_warp_maxima_by_halves(To& to, const float (&scores)[kHeads / 2], i32 thread) {
     float values[kHeadsOfThread<kHeads>];
@@ -157,7 +157,7 @@ MLA_DEVICE void store_warp_sums(float (&to)[kHeads], const HeadValues<kHeads>& s
     }
 }
 
-// The maximum of what the warps have stored of a head, each in an array of its own ...
+// Largest value that the warps stored for a head, each warp in an array of its own ...
 template <i32 kHeads>
 MLA_DEVICE float max_of_warps(const float (&warps)[kWarpgroupWarps][kHeads], i32 head) {
     return fmaxf(fmaxf(warps[0][head], warps[1][head]), fmaxf(warps[2][head], warps[3][head]));
@@ -167,7 +167,7 @@ template <i32 kHeads>
 struct SharedMaxima {
     float4 of[kHeads];
 
-    // Where a warp stores those of its rows.
+    // Destination of one warp's maxima.
     struct OfWarp {
         float* first;
         MLA_DEVICE float& operator[](i32 head) const { return first[head * kWarpgroupWarps]; }

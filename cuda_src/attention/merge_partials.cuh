@@ -1,17 +1,17 @@
-// Merging of partial results: the part that attention_combine and decode_combine_pieces share.
+// Merges partial results, for attention_combine and decode_combine_pieces.
 //
 //   out = sum_j w_j out_j / sum_j w_j,   w_j = exp2(lse_j - max lse),   lse = max lse + log2 sum_j w_j
 //
 // With an attention sink, exp2(sink - max lse) is added to the denominator of `out`.
 //
-// A unit of work is for a team of 128 threads, each of which reads at most 8 pieces, 16 bytes of each, all at once: its
-// slots. Of up to 4 pieces a unit has several rows; of more than 8 some columns of one row, and groups of threads
-// divide the pieces among themselves. The order of the sums depends on the number of pieces only, not on where in the
-// workspace they are.
+// A team of 128 threads works on one unit. Each thread reads 16 bytes of at most 8 pieces, its slots, all at once. A
+// unit is several rows of up to 4 pieces each, or some columns of one row with more than 8 pieces, which groups of
+// threads divide among themselves. The order of the sums depends on the number of pieces only, not on their place in
+// the workspace.
 //
-// All units together are about as many as are resident at once, so every instruction of a warp costs: what a unit needs
-// is computed once, by one thread each, into shared memory (`prepare_unit`), before the partial results are there. Up
-// to 8 pieces no thread waits for another one after that: every four lanes weigh the pieces of their slots.
+// All units together are about as many as are resident at once, so every instruction of a warp costs time. One thread
+// each computes a unit's shared quantities into shared memory (`prepare_unit`) before the partial results arrive. With
+// up to 8 pieces no thread waits for another after that: every four lanes weigh the pieces of their slots.
 #pragma once
 #include "attention/decode_output.cuh"
 #include "attention/split_work.cuh"
@@ -29,15 +29,14 @@ constexpr i32 kMaxPartials = 256;           // of a request
 constexpr i32 kRowVectors = kHeadDimV / 4;  // 16 bytes of fp32 each
 constexpr i32 kSlotShift = 3;
 constexpr i32 kSlots = 1 << kSlotShift;  // of a group
-constexpr i32 kSlotLanes = kSlots / 2;   // that know them all, two each
-constexpr i32 kMaxRows = kSlots / 2;     // of a unit: a request that was split has at least two pieces
+constexpr i32 kSlotLanes = kSlots / 2;   // lanes that hold them all, two each
+constexpr i32 kMaxRows = kSlots / 2;     // rows of a unit: a split request has at least two pieces
 constexpr i32 kMaxGroups = kMaxPartials / kSlots;
 static_assert(kRowVectors == kTeamThreads, "one group covers a row");
 static_assert(kTeamThreads == 1 << kTeamShift && kTeamThreads / kMaxGroups >= kSlotLanes, "lanes for a group's slots");
 static_assert(kMaxGroups <= kWarpThreads, "a lane knows a group");
 
-// What a unit consists of: 2^row_shift rows, or 2^group_shift groups of threads, each of which covers as many vectors
-// of a row as it has threads.
+// A unit is 2^row_shift rows, or 2^group_shift groups of threads. Each group covers one vector of a row per thread.
 struct UnitShape {
     i32 row_shift, group_shift;
 
@@ -59,11 +58,11 @@ struct UnitShape {
 
 constexpr i32 kAbsent = -1;
 
-// What a team works at.
+// State of a team.
 struct Team {
     alignas(16) i32 slots[kMaxPartials];  // of each group: rows of the workspace, or kAbsent
     UnitShape shape;
-    i32 column;  // of as many as there are groups
+    i32 column;  // column of the unit, of groups() columns
     i32 num_rows;
     i32 heads[kMaxRows];  // of the rows
     i64 out_offsets[kMaxRows], lse_offsets[kMaxRows], max_offsets[kMaxRows];
@@ -73,13 +72,13 @@ struct Team {
     MLA_DEVICE static void sync() { bar_sync(1 + threadIdx.x / kTeamThreads, kTeamThreads); }
 };
 
-// By a team: what belongs to one of the columns of the rows from `first_row` on (kv_head * rows + row of that head).
-// `split` is what the request's first piece ends.
+// Called by a team: prepares one column of the rows from `first_row` on (kv_head * rows + row of that head). The
+// request's first piece ends `split`.
 template <class Work = ScheduledWork>
 MLA_DEVICE void prepare_unit(const DecodeParams& p, Team& team, const UnitShape& shape, i32 split, i32 num_partials,
                              i32 request, i32 first_row, i32 column) {
     i32 thread = threadIdx.x % kTeamThreads, s_q = p.s_q, h_kv = p.h_kv;
-    opaque(thread);  // what follows from these is not to stay in registers while units are merged
+    opaque(thread);  // values derived from these must not stay in registers while units are merged
     opaque(s_q);
     opaque(h_kv);
     const i32 total_rows = s_q * p.h_q;
@@ -186,7 +185,7 @@ MLA_DEVICE void store_vector(const DecodeParams& p, i64 at, const float4& x) {
     }
 }
 
-// By a warp: the largest score of all pieces of a row; `sum` is that of their weights.
+// Called by a warp: the largest score of all pieces of a row; `sum` is the sum of their weights.
 MLA_DEVICE float largest_score(const DecodeParams& p, const Team& team, i32 row, float sum) {
     const UnitShape shape = team.shape;
     float row_max = negative_infinity();
@@ -198,7 +197,7 @@ MLA_DEVICE float largest_score(const DecodeParams& p, const Team& team, i32 row,
     return with_nan_of(sum, warp_max(row_max)) * kLn2;
 }
 
-// The sums of all groups: `total`, relative to `max`, and `sum`, that of the weights.
+// Sums of all groups: `total`, relative to `max`, and the sum of the weights in `sum`.
 MLA_DEVICE void merge_groups(Team& team, const UnitShape& shape, i32 thread, float4& total, float& max, float& sum) {
     const i32 lane = thread % kWarpThreads, vector = shape.in_group(thread);
     team.sums[thread] = total;
@@ -208,7 +207,7 @@ MLA_DEVICE void merge_groups(Team& team, const UnitShape& shape, i32 thread, flo
     }
     Team::sync();
     if ((thread & -kWarpThreads) >= shape.threads()) return;
-    // Lane i knows group i, and every further lane that of a lower one.
+    // Lane i reads group i; higher lanes repeat the lower groups.
     const i32 group = lane & (shape.groups() - 1);
     const float group_max = team.max[group];
     max = group_max;
@@ -254,7 +253,7 @@ MLA_DEVICE void merge_unit(const DecodeParams& p, Team& team) {
     SlotValues max = lse.over_row(shape, [](float x, float y) { return fmaxf(x, y); });
     const SlotValues weights{weight(lse.low, max.low), weight(lse.high, max.high)};
     SlotValues sum = weights.over_row(shape, [](float x, float y) { return x + y; });
-    // What is not there weighs nothing, and is zero.
+    // Absent pieces are zeros of weight 0.
     float4 totals[kMaxRows];
 #pragma unroll
     for (i32 i = 0; i < kMaxRows; ++i) {
@@ -274,7 +273,7 @@ MLA_DEVICE void merge_unit(const DecodeParams& p, Team& team) {
     }
     if ((thread & -kWarpThreads) >= shape.threads()) return;
 
-    // Lane i knows the factor of row i.
+    // Lane i holds the factor of row i.
     const i32 my_row = lane & (shape.rows() - 1);
     const float row_max = max.any(my_row << shape.slot_shift()), row_sum = sum.any(my_row << shape.slot_shift());
     const float my_factor = final_factor(p, team.heads[my_row], row_max, row_sum);

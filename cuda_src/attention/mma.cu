@@ -14,11 +14,11 @@
 //   values   warp = all rows, 64 columns                        O += P(i) V(i), first half     | second half
 //   softmax  warp = 8 rows                                                      S(i+1) is there | P(i+1), written ->
 //
-// So the products with values hide the way of the scores through shared memory. Two barriers a step, arrived at early
-// and waited for late: `sent`, every warp's partial scores, and `written`, P.
+// The value products thus hide the exchange of scores through shared memory. Each step has two barriers, arrived at
+// early and waited for late: `sent` for every warp's partial scores, and `written` for P.
 //
 // Queries stay in registers as A fragments, a quarter of d in each warp: 64 rows of them would not fit into 99 KB. The
-// rows of a fragment are permuted, so that a warp's first fragment row is its own 8 rows: it sends the others only.
+// rows of a fragment are permuted, so that a warp's first fragment row is its own 8 rows: it sends only the others.
 #include "attention/mma/step_loader.cuh"
 #include "attention/online_softmax.cuh"
 #include "ptx/control.cuh"
@@ -34,13 +34,13 @@ namespace mla::attention::mma {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
 constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
-constexpr i32 kSmemBytes = MLA_SMEM_KB * 1024;  // what a block may have
+constexpr i32 kSmemBytes = MLA_SMEM_KB * 1024;  // shared memory of a block
 static_assert(is_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kRows = 64, kRowTiles = kRows / kMmaRows;
 constexpr i32 kStepTokens = 16, kStepTiles = kStepTokens / kMmaColumns;
-constexpr i32 kQuarters = 4;  // of d: as many warps score the same rows
+constexpr i32 kQuarters = 4;  // of d; four warps score the same rows
 constexpr i32 kScoreRows = kRows / (kWarps / kQuarters), kScoreTiles = kScoreRows / kMmaRows;
 constexpr i32 kOwnRows = kRows / kWarps;                                    // of the softmax, a warp
 constexpr i32 kScoreSteps = kHeadDimQk * (i32)sizeof(u16) / kSegmentBytes;  // products along d: one in each segment
@@ -59,8 +59,8 @@ struct Storage {
     TokenRows rows;
     float4 partial[kWarps][kQuarters - 1][kWarpThreads];  // scores for a warp from each other one
     alignas(16) u32 p[2][kRowTiles][4][kWarpThreads];     // as A fragments; steps take turns
-    float scale[2][kRows];                                // by which a step's new maximum rescales what came before
-    alignas(8) u8 rescales[2][kWarps];                    // whether a warp's rows have such a factor
+    float scale[2][kRows];                                // factor of earlier sums under a step's new maximum
+    alignas(8) u8 rescales[2][kWarps];                    // 1: a warp's rows have such a factor
     // barrier   arrives (count)   waits       first phase
     // sent      half's warps (4)  the same    blocked
     // written   all warps (8)     all warps   blocked
@@ -68,7 +68,7 @@ struct Storage {
     Items items;
     float factor[kRows], row_max[kRows];
     i64 query_rows[kRows], out_rows[kRows];  // where the block's rows lie in a request, in elements
-    i32 nonfinite_request;                   // whose values that not all rows see were not all finite
+    i32 nonfinite_request;                   // the request with non-finite values that not all rows see
 };
 static_assert(sizeof(Storage) <= kSmemBytes, "shared memory");
 
@@ -79,8 +79,8 @@ MLA_FACT(block_rows, kRows);
 
 using Rows = Block<kRows>;
 
-// The lane, in a register for good: what follows from it takes an instruction or two, where its special register would
-// be waited for several times a step.
+// The lane, pinned in a register. Values derived from it cost an instruction or two, while reading the special register
+// would stall several times per step.
 MLA_DEVICE i32 held_lane() {
     i32 lane = threadIdx.x % kWarpThreads;
     opaque(lane);
@@ -88,17 +88,17 @@ MLA_DEVICE i32 held_lane() {
     return lane;
 }
 
-// What a thread holds of a work item, beside the output.
+// A thread's state of a work item, except the output.
 struct Math {
     u32 q[kScoreSteps][kScoreTiles][4];
     float own[2 * kStepTiles];  // scores of its row, of the warp's 8, for four tokens: see token()
     float max, sum;             // of that row: running maximum; the thread's share of the sum
-    i32 first_masked;           // of the item's steps, the first one that not every row sees all of
+    i32 first_masked;           // first of the item's steps with tokens that some row does not see
     StepCursor<Ring> keys;      // of the step that is scored next
     StepLoader<Ring> loader;
     u32 phase = 0;  // of `sent` and `written`, which complete in turn, once a step
     i32 warp = uniform_warp(), lane = held_lane();
-    SmemAddr first_keys, first_values;  // where this lane reads a step at the start of the ring, for ldmatrix
+    SmemAddr first_keys, first_values;  // this lane's ldmatrix addresses of a step at the start of the ring
 
     MLA_DEVICE explicit Math(const Storage& s) {
         const i32 row = lane % 8;
@@ -141,7 +141,7 @@ MLA_DEVICE void load_queries(const Rows& block, const Storage& s, Math& math) {
 
 using Scores = float[kScoreTiles][kStepTiles][4];
 
-// S of the next step, over the warp's quarter of d: to be sent, but for the warp's own rows.
+// S of the next step over the warp's quarter of d. All rows except the warp's own are sent.
 MLA_DEVICE void score(Storage& s, Math& math, Scores& scores) {
     const SmemAddr keys = math.first_keys + (u32)math.keys.first * (u32)sizeof(s.keys.octets[0]);
 #pragma unroll
@@ -200,8 +200,8 @@ MLA_DEVICE float largest_score(const Rows& block, const Math& math) {
     return quad_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]))) * block.p.scale_log2;
 }
 
-// Moves the running maximum, lazily (attention/online_softmax.cuh); returns the factor for what came before. Without a
-// branch, which products could not be moved past.
+// Moves the running maximum lazily (attention/online_softmax.cuh); returns the factor for earlier sums. Branch-free, so
+// that the compiler can move products past it.
 MLA_DEVICE float move_max(Math& math, float largest) {
     const float next = is_far_above(largest, math.max) ? largest : math.max;
     const float factor = next == math.max ? 1.f : ex2_approx(math.max - next);
@@ -235,8 +235,7 @@ MLA_DEVICE void load_p(PFragments& p, const Storage& s, i32 buffer, i32 lane) {
     for (i32 tile = 0; tile < kRowTiles; ++tile) ldmatrix_x4(p[tile], from + tile * (i32)sizeof(s.p[0][0]));
 }
 
-// Where this lane reads V^T of the last step: the first 16 columns of the warp. The others are 32 bytes apart,
-// swizzled.
+// This lane's address of V^T of the last step: the warp's first 16 columns. The others are 32 bytes apart, swizzled.
 MLA_DEVICE SmemAddr value_addr(const Storage& s, const Math& math) {
     return math.first_values + (u32)math.keys.back(1) * (u32)sizeof(s.keys.octets[0]);
 }
@@ -256,7 +255,7 @@ MLA_DEVICE void add_values(const PFragments& p, const u32 (&v)[4], i32 n, Output
 }
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
-// Whether some rows do not see all of step `step`.
+// True if some rows do not see all of step `step`.
 MLA_DEVICE bool hides(const Storage& s, const Math& math, i32 step) {
     return (step >= math.first_masked) | (present_bits(s.rows, step) != kAllPresent);
 }
@@ -333,7 +332,7 @@ MLA_DEVICE void run_step(const Rows& block, Storage& s, Math& math, Output<Eleme
     }
     if (copies.due) math.loader.finish(s.keys, free);
     math.phase ^= 1;
-    // What is seldom to be done at the end, known here: a branch on it has nothing to wait for there.
+    // Work that the end of a step rarely needs, decided here so that the branch there waits for nothing.
     i32 seldom = (step + 1 >= math.first_masked) | StepLoader<Ring>::looks_up(step);
     opaque(seldom);
     mbarrier_wait(s.sent[math.half()], math.phase);
@@ -430,7 +429,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_attention_mma(cons
     }
     griddepcontrol_wait();
     const Rows block(p, s.items);
-    // Where rows lie takes divisions: once, not at both ends of each item. `next` is a barrier.
+    // Row offsets take divisions: done once, not at both ends of each item. `next` is a barrier.
     if (threadIdx.x < kRows) {
         const i32 row = min(block.row0 + (i32)threadIdx.x, block.rows - 1), group = p.h_q / p.h_kv;
         s.query_rows[threadIdx.x] =

@@ -15,7 +15,7 @@
 //   values   warp = 64 columns, or 32 of 256   |        |         | O += P V |
 //   loads    all threads, cp.async             |        | the step that takes the place of the last one ->
 //
-// Queries stay in registers as A fragments: a warp needs its quarter of d only, so shared memory is left to the keys,
+// Queries stay in registers as A fragments: a warp needs only its quarter of d, so shared memory is left to the keys,
 // and a block of 99 KB has most of it in flight. Keys are values, too, read by ldmatrix.trans. Rows of 288 columns are
 // padded to whole segments of 64.
 #include "attention/mma/few_rows.cuh"
@@ -32,7 +32,7 @@ namespace mla::attention::mma {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
 constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
-constexpr i32 kSmemBytes = MLA_SMEM_KB * 1024;  // what a block may have
+constexpr i32 kSmemBytes = MLA_SMEM_KB * 1024;  // shared memory of a block
 static_assert(is_head_dim_qk(kHeadDimQk) || is_narrow_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ struct Storage {
     SoftmaxSlots<Few::Softmax> softmax;
     Items items;
     float factor[Few::kRows];
-    i32 nonfinite_request;  // whose values that not all rows see were not all finite
+    i32 nonfinite_request;  // the request with non-finite values that not all rows see
 };
 static_assert(sizeof(Storage) <= kSmemBytes, "shared memory");
 
@@ -59,7 +59,7 @@ MLA_FACT(block_rows, Few::kRows);
 
 using Out = Output<Element, Few::kRowTiles, Few::kColumns>;
 
-// What a thread holds.
+// A thread's state.
 struct Math {
     Few::Queries q;
     RingCursor<Ring> keys;
@@ -81,7 +81,7 @@ struct Math {
 };
 
 // ---- Products --------------------------------------------------------------------------------------------------
-// Of one row tile, sums along d take turns: a product waits for the one before it.
+// With one row tile, two sums along d take turns, as a product waits for the previous one into the same sum.
 constexpr i32 kSums = Few::kRowTiles == 1 ? 2 : 1;
 using Scores = float[kSums][Few::kRowTiles][2][4];
 
@@ -154,7 +154,7 @@ MLA_DEVICE void add_step(Storage& s, const Math& math, i32 first, Out& out) {
 }
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
-// P of a step whose scores are there, and whose last one has been read by all.
+// P of a step whose scores are stored, once all threads have read the previous P.
 MLA_DEVICE void weigh(const Rows& block, Storage& s, Math& math, i32 token, bool asks) {
     SoftmaxRow<Few::Softmax>::Scores x;
     // A ring of parts of steps has few bytes on their way: its copies come first.
@@ -171,7 +171,7 @@ MLA_DEVICE void weigh(const Rows& block, Storage& s, Math& math, i32 token, bool
     }
 }
 
-// The values of a step whose P is there, and the scores of the next one.
+// Adds the values of a step whose P is stored, and computes the scores of the next one.
 MLA_DEVICE void multiply_step(Storage& s, Math& math, Out& out, bool is_last) {
     const i32 step = math.keys.first;
     math.keys.advance();
@@ -196,10 +196,10 @@ MLA_DEVICE void run_item(const Rows& block, Storage& s, Math& math) {
     }
 #pragma unroll 1
     for (i32 step = 0; step < steps; ++step) {
-        __syncthreads();  // the scores are there; the values of the last step have been read
+        __syncthreads();  // scores are stored; the last step's values have been read
         const bool asks = math.loader.may_ask(steps, step);
         weigh(block, s, math, begin + step * Few::kStepTokens, asks);
-        __syncthreads();  // P is there
+        __syncthreads();  // P is stored
         if (asks) math.loader.look_up();
         multiply_step(s, math, out, step + 1 == steps);
     }

@@ -31,7 +31,7 @@ MLA_DEVICE bool any_huge(float a, float b) {
 }
 MLA_DEVICE bool any_huge(float max) { return __any_sync(kFullWarp, fabsf(max) >= kHugeMax); }
 
-// The factor by which a new running maximum rescales what was accumulated under the old one.
+// Factor of sums accumulated under the old running maximum.
 struct RowScale {
     float by[kFragmentRows];
 
@@ -40,7 +40,7 @@ struct RowScale {
 };
 
 // A thread's two rows. `sum` is this thread's share: the four lanes of a quad hold a row. `row_max` is the true maximum
-// of what this warpgroup has scored; it is computed only where it is read.
+// of this warpgroup's scores; it is computed only where it is read.
 struct RowState {
     float max[kFragmentRows], sum[kFragmentRows], row_max[kFragmentRows];
 
@@ -113,8 +113,8 @@ MLA_DEVICE void round_huge(float (&scores)[kCount], float (&scale_log2)[kFragmen
 }
 
 // P in 16 bits, as the A fragments of the product with V; adds the unrounded values to the rows' sums. The branch of
-// `kRoundsHuge` makes kernels that are bound by tensor cores 3 to 6 % slower (decode of 128 heads on an H200): decode
-// computes huge rows again once it knows them, see decode/sm90_huge_rows.cuh.
+// `kRoundsHuge` makes kernels that are bound by tensor cores 3 to 6 % slower (decode of 128 heads on an H200). Decode
+// recomputes huge rows afterwards instead, see decode/sm90_huge_rows.cuh.
 template <class Element, bool kRoundsHuge = true, i32 kCount>
 MLA_DEVICE void exponentiate(u32 (&p_fragment)[kCount / 8][4], RowState& rows, float (&scores)[kCount],
                              const float (&scale_log2)[kFragmentRows]) {

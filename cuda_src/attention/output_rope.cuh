@@ -1,8 +1,8 @@
-// Turning results back: the inverse of RoPE, for values whose last 64 columns are the key's RoPE part.
+// Turns results back: the inverse of RoPE, for values whose last 64 columns are the key's RoPE part.
 //
 //   (x, y) = columns (2i, 2i + 1)   ->   (x cos + y sin, y cos - x sin)      angles of the query's position
 //
-// This is linear, so that pieces of a request that was split are turned each, and merged as they are.
+// The rotation is linear, so each piece of a split request is turned on its own, and the merge needs no change.
 #pragma once
 #include "attention/query_groups.cuh"
 #include "attention/split_work.cuh"
@@ -17,7 +17,7 @@ struct RowAngles {
 
 MLA_DEVICE bool turns_back(const DecodeParams& p) { return forms_of(p).out_cos != nullptr; }
 
-// Of the last row, if there is no such row.
+// Rows past the last one get the last row's angles.
 MLA_DEVICE RowAngles angles_of_row(const DecodeParams& p, const GroupItem& item, i32 row) {
     const DecodeFormParams& forms = forms_of(p);
     const i32 last = query_rows(p) - item.lacking_rows - 1;

@@ -30,7 +30,7 @@ MLA_DEVICE i32 sum_before(i32 (&warp_sums)[kPieceWarps], i32 value, i32& total) 
     return __shfl_sync(kFullWarp, warps_through - mine, warp) + through - value;
 }
 
-// `Batch` has schedule, b, num_splits, piece_tiles and tokens(request), and how many requests its merge looks at.
+// `Batch` has schedule, b, num_splits, piece_tiles, tokens(request), and the number of requests that its merge reads.
 template <class Batch>
 MLA_DEVICE i32 pieces_of(const Batch& batch, i32 request) {
     return max(1, ceil_div(ceil_div((i32)batch.tokens(request), kTileTokens), batch.piece_tiles));

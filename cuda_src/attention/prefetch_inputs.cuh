@@ -1,4 +1,4 @@
-// What a kernel of decode asks for before the one before it has ended: lines of memory, into L2.
+// Prefetches a decode kernel's inputs into L2 before the previous kernel has ended.
 #pragma once
 #include "attention/query_groups.cuh"
 #include "ptx/copy.cuh"
@@ -18,9 +18,10 @@ struct LinePrefetch {
     }
 };
 
-// What is read one after another at a kernel's start: schedule, lengths, block table, the first kQueryLines lines of
-// each query row. It may not have been written yet; L2 is where it will be all the same. PERF(H200, 2026-11-22, -0.5 %
-// to -2 % of batches of up to 32 sequences with up to 32 rows): not so with more rows.
+// Prefetches the data that a kernel reads one after another at its start: schedule, lengths, block table, and the first
+// kQueryLines lines of each query row. The previous kernel may not have written them yet; they will be in L2 all the
+// same. PERF(H200, 2026-11-22, -0.5 % to -2 % of batches of up to 32 sequences with up to 32 rows): no gain with more
+// rows.
 template <class Work, i32 kQueryLines>
 MLA_DEVICE void prefetch_inputs(const DecodeParams& p) {
     constexpr i32 kLineBytes = 128, kWords = kLineBytes / sizeof(i32), kPoints = kLineBytes / sizeof(SchedulePoint);

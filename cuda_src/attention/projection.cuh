@@ -3,24 +3,23 @@
 //   latents[t] = sum_j w_j piece_j[t],   w_j = exp2(lse_j - max lse) / sum_j exp2(lse_j - max lse)
 //   result[t, d] = sum_c latents[t, c] W_UV[head, d, c] * sigmoid(gate[t, head, d])
 //
-// Grid: x = heads, each by as many blocks as share its columns d; y = shares of the tokens. The
-// blocks of a cluster are the parts of one head: each merges a share of the columns c of its tokens, and writes them to
-// the shared memory of all of them. Without clusters every block merges all columns. A block goes through its tokens,
-// kTokens at a time:
+// Grid: x = heads, with one block per share of a head's columns d; y = shares of the tokens. The blocks of a cluster
+// work on one head: each merges a share of the columns c of its tokens and writes them to the shared memory of all of
+// them. Without clusters every block merges all columns. A block processes its tokens kTokens at a time:
 //
 //   W_UV on its way | find, weigh, merge (a warp a row), to all peers | barrier | product | store | next tokens ...
 //
-// A warp finds, weighs and merges its rows alone, so there is no barrier before that of the cluster: the first pieces
-// of all its rows are on their way while it weighs them. W_UV comes by bulk copies, which loads do not queue behind. A
-// single result in 16 bits is copied to shared memory, the next tokens during the product.
+// A warp finds, weighs and merges its rows alone, so the cluster's barrier is the first one: the first pieces of all
+// its rows are in flight while it weighs them. W_UV arrives by bulk copies, so loads do not queue behind it. A single
+// result in 16 bits is copied to shared memory, the next tokens during the product.
 //
-// Latents are rounded to 16 bits before the product, as they are where a call of attention ends.
+// Latents are rounded to 16 bits before the product, as at the end of an attention call.
 //
-// The order of the sums depends on the number of a row's pieces only: those of even index one after the other, those of
-// odd index, and both; with more than kFewPieces so in each of eight ranges of them.
+// The order of the sums depends on the number of a row's pieces only: first the even pieces, then the odd ones, then
+// both sums. With more than kFewPieces, each of eight ranges of pieces is summed this way.
 //
-// Source: merging and projecting in one kernel is tokenspeed's idea. What differs: columns are shared in clusters, and
-// any number of pieces is merged.
+// Source: merging and projecting in one kernel is tokenspeed's idea. Here clusters share the columns, and any number of
+// pieces can be merged.
 #pragma once
 #include "attention/shapes.cuh"
 #include "common/facts.cuh"
@@ -38,9 +37,9 @@ namespace mla::attention {
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kProjectionThreads = 256;
 constexpr i32 kProjectionWarps = kProjectionThreads / kWarpThreads;
-constexpr i32 kFewPieces = kWarpThreads;  // of a row that a warp merges alone
+constexpr i32 kFewPieces = kWarpThreads;  // pieces of a row that one warp merges alone
 constexpr i32 kMaxRowPieces = kProjectionThreads;
-constexpr i32 kPitch = kHeadDimV + 8;           // of rows in shared memory: ldmatrix then meets every bank
+constexpr i32 kPitch = kHeadDimV + 8;           // of rows in shared memory: ldmatrix then uses every bank
 constexpr i32 kTile = 16;                       // tokens of a product
 constexpr u32 kWeightRowBytes = 2 * kHeadDimV;  // of W_UV
 
@@ -53,8 +52,8 @@ struct ProjectionConfig {
     static constexpr i32 kColumns = kShare == 1 ? 32 : 64;  // of a block, at most
     static constexpr i32 kTokens = kShare == 1 ? 16 : 32;   // at a time
     static constexpr i32 kRows = kTokens / kProjectionWarps;
-    // A share of the latents is so many vectors of four. A warp loads kAtOnce pieces at once, a lane kLaneVectors of
-    // one of them.
+    // A share of the latents is kSliceVectors vectors of four. A warp loads kAtOnce pieces at once; a lane loads
+    // kLaneVectors of one of them.
     static constexpr i32 kSliceVectors = kHeadDimV / 4 / kShare;
     static constexpr i32 kLanes = kSliceVectors < kWarpThreads ? kSliceVectors : kWarpThreads;
     static constexpr i32 kAtOnce = kWarpThreads / kLanes;
@@ -62,9 +61,9 @@ struct ProjectionConfig {
     // Loads of a thread that are on their way while it weighs a row, and afterwards.
     static constexpr i32 kRowsAtOnce = kRowsAtOnce_;
     static constexpr i32 kFirstLoads = 8 / kRowsAtOnce, kLoads = 8;
-    static constexpr i32 kSumWarps = kShare == 1 ? kProjectionWarps / 2 : kProjectionWarps;  // that meet at a time
+    static constexpr i32 kSumWarps = kShare == 1 ? kProjectionWarps / 2 : kProjectionWarps;  // per exchange of sums
     static constexpr i32 kStages = kTokens / kTile;  // of single results of 16 bits
-    static_assert(kTokens % kProjectionWarps == 0, "a warp has as many rows as the others");
+    static_assert(kTokens % kProjectionWarps == 0, "the warps must divide the tokens evenly");
     static_assert(kAtOnce <= 2, "lanes know the parity of their pieces");
 };
 
@@ -82,7 +81,7 @@ struct ProjectionSizes {
 };
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
-// What a row of the block's head is made of: piece 0, and piece j > 0 at `others` + j steps. Addresses are worked out
+// Pieces of a row of the block's head: piece 0, and piece j > 0 at `others` + j steps. Addresses are computed
 // once for a row, by one lane: they take divisions.
 struct alignas(16) RowPieces {
     const u8 *first, *others;
@@ -123,11 +122,11 @@ struct ProjectionBlock {
     MLA_DEVICE const u16* w_uv(i32 row) const {
         return at.w_uv + head * n.w_uv_stride_h_elems + (first_column() + row) * n.w_uv_stride_d_elems;
     }
-    // Of the latents that the block merges: in vectors of four.
+    // First vector of four among the latents that the block merges.
     MLA_DEVICE i32 first_vector() const { return C::kShare == 1 ? 0 : part * C::kSliceVectors; }
 };
 
-// On clusters after thread 0 has said how many bytes come.
+// In clusters: called after thread 0 has announced the number of bytes.
 template <class C>
 MLA_DEVICE void fetch_w_uv(const ProjectionBlock<C>& block) {
     if constexpr (C::kShare > 1) {  // each warp a few rows: a lane issues after the other
@@ -143,7 +142,7 @@ MLA_DEVICE void fetch_w_uv(const ProjectionBlock<C>& block) {
     }
 }
 
-// By all threads.
+// Called by all threads.
 template <class C>
 MLA_DEVICE void wait_for_w_uv(const ProjectionBlock<C>& block) {
     if constexpr (C::kShare > 1) {
@@ -184,7 +183,7 @@ MLA_DEVICE uint4 load_four(const Source& source, const u8* piece, i32 vector, bo
     return make_uint4(x.x, x.y, 0, 0);
 }
 
-// What weighs nothing may hold anything.
+// Pieces of weight 0 may hold anything.
 template <class Element, class Source>
 MLA_DEVICE void add_piece(const Source& source, float4& sum, const uint4& x, float weight) {
     float wide[4];
@@ -202,12 +201,12 @@ MLA_DEVICE void add_piece(const Source& source, float4& sum, const uint4& x, flo
     sum.w = fmaf(weight, counted(3), sum.w);
 }
 
-// What all lanes say alike, as a predicate that the compiler knows to be the same in all of them: shuffles behind it
-// then need no synchronisation of the warp, which was half of the code.
+// A predicate that the compiler knows to be warp-uniform. Without it, the synchronisation of the shuffles behind the
+// branch was half of the code.
 MLA_DEVICE bool warp_agrees(bool x) { return __any_sync(kFullWarp, x); }
 
-// What a lane has of the sums of a range of pieces. Where two pieces are loaded at once, all of its pieces are `even`
-// or all odd, and `odd` is not used.
+// A lane's sums over a range of pieces. Where two pieces are loaded at once, all of its pieces are even or all odd, and
+// `odd` is unused.
 template <class C>
 struct PieceSums {
     float4 even[C::kLaneVectors] = {}, odd[C::kLaneVectors] = {};
@@ -224,14 +223,14 @@ struct PieceSums {
     }
 };
 
-// So many times kAtOnce pieces, as a lane loads them.
+// kSlots * kAtOnce pieces, as a lane loads them.
 template <class C, i32 kSlots>
 struct LoadedPieces {
     static constexpr i32 kHeld = kSlots * C::kAtOnce;
     static_assert(C::kAtOnce == 2 || kSlots % 2 == 0, "the next ones begin with an even one");
     uint4 vectors[kSlots][C::kLaneVectors];
 
-    // Pieces first .. end - 1, or as many of them.
+    // Loads pieces first .. end - 1, at most kHeld of them.
     template <class Source>
     MLA_DEVICE void load(const ProjectionBlock<C>& block, const Source& source, const RowPieces& row, i32 first,
                          i32 end) {
@@ -282,12 +281,12 @@ MLA_DEVICE void share_latents(const ProjectionBlock<C>& block, i32 token, i32 ve
     }
 }
 
-// By a warp: rows `from`, `from` + 8, ... of the block, kRowsAtOnce of them, if they have few pieces.
+// Called by a warp: rows `from`, `from` + 8, ... of the block, kRowsAtOnce of them, if they have few pieces.
 template <class C, class Source>
 MLA_DEVICE void merge_few(const ProjectionBlock<C>& block, const Source& source, i32 from, i32 count) {
     const i32 lane = threadIdx.x % kWarpThreads;
     if (warp_agrees(from >= count)) return;
-    // A row that is not there, or has many pieces, has none here.
+    // An absent row, or one with many pieces, has no pieces here.
     const auto row_of = [&](i32 i) -> const RowPieces& {
         const i32 token = from + i * kProjectionWarps;
         return block.s.rows[token < count ? token : from];
@@ -330,7 +329,7 @@ MLA_DEVICE void merge_few(const ProjectionBlock<C>& block, const Source& source,
     }
 }
 
-// By the block: a row with many pieces, each warp a range of them.
+// Called by the block: a row with many pieces, one range of them per warp.
 template <class C, class Source>
 MLA_DEVICE void merge_many(const ProjectionBlock<C>& block, const Source& source, i32 token) {
     constexpr i32 kLaneLses = kMaxRowPieces / kWarpThreads;
@@ -382,7 +381,7 @@ MLA_DEVICE void merge_many(const ProjectionBlock<C>& block, const Source& source
     if (threadIdx.x < C::kSliceVectors) share_latents(block, token, block.first_vector() + threadIdx.x, total);
 }
 
-// By the block, or the cluster: the latents of `count` tokens, in the shared memory of each block.
+// Called by the block or cluster: the latents of `count` tokens, in the shared memory of each block.
 template <class C, class Source>
 MLA_DEVICE void merge_tokens(const ProjectionBlock<C>& block, const Source& source, i32 count) {
     ProjectionStorage<C>& s = block.s;
@@ -446,16 +445,16 @@ struct WarpWeights {
         from = smem_addr(&block.s.w_uv[row][half * kHalf + lane / 8 % 2 * 8]);
     }
     MLA_DEVICE bool works(const ProjectionBlock<C>& block) const { return column < block.columns; }
-    // As mma.sync takes it.
+    // In mma.sync's fragment layout.
     MLA_DEVICE void load(u32 (&b)[4], i32 k) const { ldmatrix_x4(b, from + 32 * k); }
-    // Where the second half leaves number i of its 8 sums.
+    // Slot in which the second half leaves sum i of its 8 sums.
     MLA_DEVICE float& partial(const ProjectionBlock<C>& block, i32 i) const {
         float* const sums = reinterpret_cast<float*>(block.s.sums);
         return sums[(column / kWarpColumns * 8 + i) * kWarpThreads + threadIdx.x % kWarpThreads];
     }
 };
 
-// The same, kept in registers for all tiles.
+// The warp's weights, held in registers for all tiles.
 template <class C>
 struct HeldWeights : WarpWeights<C> {
     u32 of[WarpWeights<C>::kHalf / 16][4];
@@ -470,15 +469,15 @@ struct HeldWeights : WarpWeights<C> {
     }
 };
 
-// Of a tile of tokens, `count` of which are there and whose latents begin with that row in shared memory. By the block,
-// which meets between the halves, and before the next tile.
+// Projects a tile of `count` tokens whose latents begin at row `row` of shared memory. Called by the block, which
+// synchronises between the halves and before the next tile.
 template <class C, class Weights>
 MLA_DEVICE void project_tile(const ProjectionBlock<C>& block, const Weights& w, i32 row, i32 first_token, i32 count,
                              i32 s_q) {
     const i32 lane = threadIdx.x % kWarpThreads;
     float total[8];  // of the left eight columns, then of the right ones
     if (w.works(block)) {
-        // The last row takes the place of those that are missing.
+        // The last row stands in for missing ones.
         const i32 token = row + min(lane % kTile, count - 1);
         const SmemAddr from = smem_addr(&block.s.latents[token][w.half * w.kHalf + lane / 16 * 8]);
         float sums[2][2][4] = {};  // independent of each other, so that products need not wait for each other
@@ -544,7 +543,7 @@ MLA_DEVICE void project_tile(const ProjectionBlock<C>& block, const WarpWeights<
 #endif
 
 // ---- Block -----------------------------------------------------------------------------------------------------
-// From here on, what the kernel before this one has written may be read.
+// From here on the previous kernel's output may be read.
 template <class C, class Source>
 MLA_DEVICE void wait_for_inputs(const ProjectionBlock<C>& block, const Source&) {
     griddepcontrol_wait();
@@ -576,7 +575,7 @@ MLA_DEVICE void merge_and_project(const ProjectionBlock<C>& block, const Source&
     }
 }
 
-// Of results that need no merge, in 16 bits: kTile rows to shared memory, a warp a row, or as many as are left.
+// Copies up to kTile rows of 16-bit results, which need no merge, to shared memory, one row per warp.
 template <class C, class Source>
 MLA_DEVICE void fetch_results(const ProjectionBlock<C>& block, const Source& source, i32 first) {
     const i32 first_row = (first - block.first) / kTile % C::kStages * kTile;
@@ -618,8 +617,8 @@ MLA_DEVICE void copy_and_project(const ProjectionBlock<C>& block, const Source& 
     }
 }
 
-// `source` says what the rows are made of, and may read for that what is older than the kernel before this one: each
-// warp finds its rows, before the latents are overwritten. W_UV is as old where kWeightsAreOlder.
+// `source` describes the rows. To find them it may read data older than the previous kernel: each warp finds its rows
+// before the latents are overwritten. W_UV is as old where kWeightsAreOlder.
 template <class C, class Source>
 MLA_DEVICE void run_projection(const ProjectionBlock<C>& block, const Source& source) {
     const bool merges = !source.are_results();

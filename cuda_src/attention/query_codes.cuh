@@ -10,14 +10,14 @@
 namespace mla::attention {
 constexpr i32 kLeastQueryExponent = 127 - 100;  // biased, of a scale
 
-// The biased exponent of a row's scale: that of its largest magnitude, less 8, and one more where that is above 1.75
-// times its power of two, since 448 = 1.75 * 2^8.
+// Biased exponent of a row's scale: the exponent of the row's largest magnitude less 8, plus one if the magnitude
+// exceeds 1.75 times its power of two, since 448 = 1.75 * 2^8.
 MLA_DEVICE i32 query_exponent(u32 largest) {
     constexpr u32 kAbove = 0x1fffff;  // carries into the exponent from fractions above 0.75
     return max((i32)(largest + kAbove >> 23) - 8, kLeastQueryExponent);
 }
 
-// What a row's elements are multiplied by to become codes, and what takes that back; NaN both, or neither.
+// Factor from a row's elements to codes, and its inverse. Both are NaN, or neither.
 struct QueryScale {
     float down, up;
 };
@@ -31,7 +31,7 @@ MLA_DEVICE QueryScale query_scale(u32 largest) {
     return QueryScale{down, finite ? __uint_as_float((u32)exponent << 23) : nan};
 }
 
-// `bits`, or those of the largest magnitude of eight elements.
+// Bits of the largest magnitude among `bits` and eight elements.
 template <class Element>
 MLA_DEVICE u32 largest_magnitude(const uint4& chunk, u32 bits) {
     const u32* words = &chunk.x;
@@ -55,7 +55,7 @@ MLA_DEVICE uint2 query_codes(const uint4& chunk, float down) {
     return make_uint2(codes[0], codes[1]);
 }
 
-// What the codes of a chunk leave, rounded to e4m3 as well: a second term.
+// Second term: the remainder of a chunk after its codes, also rounded to e4m3.
 template <class Element>
 MLA_DEVICE uint2 query_remainders(const uint4& chunk, float down, const uint2& of) {
     u32 codes[2];

@@ -1,9 +1,9 @@
-// Optional inputs of dense decode, for builds with MLA_FORMS: queries whose number varies from request to request, a
-// window of tokens, queries whose RoPE columns are an array of their own, and results that are turned back by RoPE.
+// Optional inputs of dense decode, for builds with MLA_FORMS: a varying number of queries per request, a sliding
+// window, queries whose RoPE columns are a separate array, and results that RoPE turns back.
 //
-// The queries of all requests come in groups, each of which is to the schedule what a request is otherwise: a group has
-// as many queries of one request as fill a thread block, or fewer, and the tokens that its window leaves.
-// decode/schedule_groups.cu writes the list of groups; without a list each request is a group.
+// The schedule sees groups of queries instead of requests. A group is at most as many queries of one request as fill a
+// thread block, and the tokens inside their window. decode/schedule_groups.cu writes the list of groups; without a list
+// each request is a group.
 #pragma once
 #include "attention/split_work.cuh"
 #include "ptx/control.cuh"
@@ -11,12 +11,12 @@
 namespace mla::attention {
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct QueryGroup {
-    i32 request;      // of the block table
+    i32 request;      // row of the block table
     i32 first_query;  // along the axis s_q of q and out: in packed arrays of all queries, or of the request's
     i32 queries;
-    i32 later_queries;  // of the request, after these
-    i32 tokens;         // of the request
-    i32 first_token;    // that any of the queries sees
+    i32 later_queries;  // queries of the request after these
+    i32 tokens;         // tokens of the request
+    i32 first_token;    // first token that any of the queries sees
 };
 
 struct FormAddresses {
@@ -29,10 +29,10 @@ struct FormAddresses {
 
 // `b` are the groups that there may be, `s_q` the queries of a full one.
 struct DecodeFormParams : FormAddresses, DecodeParams {
-    i64 q_rope_stride_b_elems, q_rope_stride_s_elems, q_rope_stride_h_elems;  // those of q, if q has the columns
+    i64 q_rope_stride_b_elems, q_rope_stride_s_elems, q_rope_stride_h_elems;  // strides of q if q has the columns
     i64 out_cos_stride_elems, out_sin_stride_elems;
     i64 out_positions_stride_b_bytes, out_positions_stride_s_bytes;
-    i32 window;  // a query sees so many tokens, its own the last one; 0: all
+    i32 window;  // most recent tokens a query sees, itself included; 0: all
     i32 out_max_position, out_positions_are_64;
     i32 padding;
 };
@@ -40,12 +40,12 @@ struct DecodeFormParams : FormAddresses, DecodeParams {
 MLA_DEVICE const DecodeFormParams& forms_of(const DecodeParams& p) { return static_cast<const DecodeFormParams&>(p); }
 
 // ---- Work ------------------------------------------------------------------------------------------------------
-// What a split holds of a group.
+// Share of a group in a split.
 struct GroupItem : WorkItem {
     i32 first_query;
-    i32 more_hidden;   // tokens at the end that rows do not see, beside those that the parameters say; or fewer
-    i32 lacking_rows;  // of the rows that the parameters say
-    i32 first_token;   // that any row sees
+    i32 more_hidden;   // hidden tokens at the end, in addition to the parameters' number; may be negative
+    i32 lacking_rows;  // missing rows, compared with the parameters
+    i32 first_token;   // first token that any row sees
     i32 seen_from;     // first token that no row's window leaves out
 };
 
@@ -53,10 +53,10 @@ struct GroupedWork {
     enum : bool { kForms = true };
     using HeldItem = GroupItem;
 
-    // Roles pass on what they have as a WorkItem.
+    // Roles pass an item on as a WorkItem.
     MLA_DEVICE static const GroupItem& of(const WorkItem& item) { return static_cast<const GroupItem&>(item); }
 
-    // The same interface as ScheduledWork.
+    // Same interface as ScheduledWork.
     MLA_DEVICE static bool windows_reach(const WorkItem& item, i32 end) { return end > of(item).first_token; }
     MLA_DEVICE static i32 first_query(const WorkItem& item) { return of(item).first_query; }
     MLA_DEVICE static i32 lacking_rows(const WorkItem& item) { return of(item).lacking_rows; }
@@ -72,7 +72,7 @@ struct GroupedWork {
     MLA_DEVICE static bool sees(const DecodeParams& p, const WorkItem& item, i32 row, i32 token) {
         return window_begin(p, item, row) <= token && token < visible(p, item, row);
     }
-    // [seen_from, seen_by_all) are what every row sees.
+    // Every row sees the tokens [seen_from, seen_by_all).
     MLA_DEVICE static bool all_rows_see(const WorkItem& item, i32 tile) {
         return of(item).seen_from <= tile * kTileTokens && (tile + 1) * kTileTokens <= item.seen_by_all;
     }
@@ -98,7 +98,7 @@ template <>
 struct WorkIteratorOf<GroupedWork> {
     SchedulePoint begin, end;
     i32 split, group;
-    i32 hidden;  // as in the other one, of a full group
+    i32 hidden;  // as in ScheduledWork, for a full group
 
     MLA_DEVICE WorkIteratorOf(const DecodeParams& p, i32 split, i32 hidden = 0)
         : begin(p.schedule[split]), end(p.schedule[split + 1]), split(split), group(begin.request), hidden(hidden) {}
@@ -118,7 +118,7 @@ struct WorkIteratorOf<GroupedWork> {
         return true;
     }
 
-    // Whose queries an item has, once more: then that need not be known while its tiles are processed.
+    // Reads the item's queries a second time, so that they need not stay in registers while its tiles are processed.
     MLA_DEVICE void describe_again(const DecodeParams& p, GroupItem& item) const {
         i32 of = group - 1;
         opaque(of);
@@ -167,7 +167,7 @@ MLA_DEVICE SplitRow split_query_row(const DecodeParams& p, const GroupItem& item
 }
 }  // namespace mla::attention
 
-// What a kernel that takes DecodeFormParams tells the host, see MLA_DECODE_FACTS.
+// Facts that the host reads from the cubin, see MLA_DECODE_FACTS.
 #define MLA_DECODE_FORM_FACTS()                                                                                      \
     MLA_FACT_LIST(params_layout, MLA_FORM_OFFSET(q_stride_b_elems), MLA_FORM_OFFSET(b), MLA_FORM_OFFSET(scale_log2), \
                   MLA_FORM_OFFSET(q_rope_stride_b_elems), MLA_FORM_OFFSET(window),                                   \

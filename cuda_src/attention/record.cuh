@@ -1,8 +1,8 @@
-// The record of a token in a paged cache, as the host describes it (mla_cupy/cache_formats.py), and reading its
+// The record of a token in a paged cache, in the host's description (mla_cupy/cache_formats.py), and how to read its
 // numbers.
 //
-// A token is chunks of 16 elements: `latent_chunks`, then `rope_chunks`. The kinds say how they are stored. Chunks of
-// e4m3 or e2m1 share a scale in groups of `group_chunks`, or all have the scale that the caller gives.
+// A token is chunks of 16 elements: `latent_chunks`, then `rope_chunks`. The kinds give their encoding. Chunks of e4m3
+// or e2m1 share a scale in groups of `group_chunks`, or all have the caller's scale.
 #pragma once
 #include "ptx/fp4.cuh"
 #include "ptx/fp8.cuh"
@@ -30,7 +30,7 @@ struct RecordLayout {
 MLA_DEVICE bool is_code(i32 kind) { return kind == kE4m3 || kind == kE2m1; }
 MLA_DEVICE i32 chunk_bytes_of(i32 kind) { return kRecordChunk * (kind == kE2m1 ? 1 : kind == kE4m3 ? 2 : 4) / 2; }
 
-// Where a token lies: its bytes, and those of its scales.
+// Addresses of a token's bytes and of its scales.
 struct TokenBytes {
     u8* data;
     u8* scales;
@@ -66,7 +66,7 @@ MLA_DEVICE float chunk_scale(const RecordLayout& layout, const TokenBytes& token
     return layout.kv_scale;
 }
 
-// The scale of a group as it is stored, and what it is: loads that are in flight together stay together.
+// The stored scale of a group, separate from its conversion: loads in flight together stay together.
 MLA_DEVICE u32 load_scale(const RecordLayout& layout, const TokenBytes& token, i32 group) {
     return layout.scale_kind == kScaleFloat32 ? reinterpret_cast<const u32*>(token.scales)[group] : token.scales[group];
 }
@@ -110,7 +110,7 @@ MLA_DEVICE void load_record_chunk(float (&to)[kRecordChunk], const u8* from, i32
     }
 }
 
-// Chunk `chunk` of a token, dequantised: latent chunks first, then those of RoPE.
+// Dequantises chunk `chunk` of a token; latent chunks come first, then RoPE chunks.
 MLA_DEVICE void load_token_chunk(const RecordLayout& layout, const TokenBytes& token, i32 chunk,
                                  float (&to)[kRecordChunk]) {
     const bool latent = chunk < layout.latent_chunks;

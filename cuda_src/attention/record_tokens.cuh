@@ -1,8 +1,8 @@
-// Where the tokens of a request lie, as FP8 records: at the slots of one or two lists, at listed rows, or in the pages
+// Locates a request's tokens, stored as FP8 records: at the slots of one or two lists, at listed rows, or in the pages
 // of a block table.
 //
-// `place` only loads, and is called a tile ahead; `bytes` computes on what has been loaded, for the same token. An item
-// has the members `request`, `tokens` and `tokens_in_first` of WorkItem.
+// `place` only loads, and is called a tile ahead; `bytes` turns the loaded place into addresses. An item has the
+// members `request`, `tokens` and `tokens_in_first` of WorkItem.
 #pragma once
 #include "attention/query_groups.cuh"
 #include "attention/row_list.cuh"
@@ -12,10 +12,10 @@
 #include "ptx/load.cuh"
 
 namespace mla::attention {
-// Sparse decode: every query is a request, whose tokens are the entries of its lists, the second one's after the first
-// one's. DecodeParams describe the first cache, in bytes (kv, num_pages, page_size, kv_stride_page_elems,
-// kv_stride_token_elems), and its lists (block_table, table_stride_b_elems, table_stride_page_elems; max_pages entries,
-// of which seqlens count).
+// Sparse decode: every query is a request whose tokens are the entries of its lists, the first list before the second.
+// DecodeParams describes the first cache in bytes (kv, num_pages, page_size, kv_stride_page_elems,
+// kv_stride_token_elems) and its lists (block_table, table_stride_b_elems, table_stride_page_elems; max_pages entries,
+// of which the first seqlens count).
 struct ExtraAddresses {
     const u8* extra_cache;         // of the same record, or of its compact one; or null
     const i32* extra_indices;      // or null
@@ -25,7 +25,7 @@ struct SparseDecodeParams : ExtraAddresses, DecodeParams {
     i64 indices_stride_s_elems;
     i64 extra_page_stride_bytes, extra_token_stride_bytes;
     i64 extra_stride_b_elems, extra_stride_s_elems, extra_stride_k_elems, extra_length_stride_elems;
-    i32 queries_of_length;  // s_q: so many queries in turn have one `topk_length`
+    i32 queries_of_length;  // s_q: number of consecutive queries that share one `topk_length`
     i32 extra_num_pages, extra_page_size, extra_topk;
 };
 
@@ -51,7 +51,7 @@ struct SelectedWork : ScheduledWork {
     }
 };
 
-// Slots that are none in their cache are skipped. Every row sees all others.
+// Slots outside their cache are skipped. Every row sees all others.
 struct SelectedTokens {
     using Work = SelectedWork;
     static constexpr bool kMasked = false, kWithRowMax = false, kStaged = true, kQueriesAnywhere = false;
@@ -66,7 +66,7 @@ struct SelectedTokens {
         return entry == nullptr ? nowhere() : *entry;
     }
 
-    // Where the slot of a token is; null past the end of the lists.
+    // Address of a token's slot; null past the end of the lists.
     template <class Item>
     MLA_DEVICE static const i32* entry_of(const DecodeParams& p, const Item& item, i32 token) {
         if (token >= item.tokens) return nullptr;
@@ -96,7 +96,7 @@ struct SelectedTokens {
         return {data, Record::scales(from, data, page_size, in_page)};
     }
 
-    // Whether a token has the compact record: its cache's tokens are as far apart as in that record's first plane.
+    // Returns true if a token has the compact record: the strides of its cache match that record's first plane.
     template <class Record, class Item>
     MLA_DEVICE static bool is_compact(const DecodeParams& p, const Item& item, i32 token) {
         if constexpr (kHasCompact<Record>) {
@@ -186,8 +186,8 @@ struct PagedTokens {
                (i64)(kv_head * group + row % group) * p.q_stride_h_elems;
     }
 };
-// The same for the forms of attention/query_groups.cuh: a split holds groups of queries, whose number in the list takes
-// the place of a request's, and what lies before all windows of a group is not read.
+// Paged tokens with optional inputs (attention/query_groups.cuh): a split holds groups of queries, indexed by their
+// place in the list of groups. Tokens before all windows of a group are not read.
 struct GroupedTokens : PagedTokens {
     using Work = GroupedWork;
 
@@ -211,7 +211,7 @@ struct GroupedTokens : PagedTokens {
     }
 };
 
-// The same with less to remember from `place` to `bytes`: where a token is in its page is divided out again.
+// Fewer registers between `place` and `bytes`: the token's place in its page is recomputed by a division.
 struct SlimGroupedTokens : GroupedTokens {
     using Place = i32;
 
@@ -249,7 +249,7 @@ template <>
 struct NoRow<SlimGroupedTokens> : NoRow<GroupedTokens> {};
 }  // namespace mla::attention
 
-// What a kernel that takes SparseDecodeParams tells the host, see MLA_DECODE_FACTS.
+// Facts that the host reads from the cubin, see MLA_DECODE_FACTS.
 #define MLA_SPARSE_DECODE_FACTS()                                                                         \
     MLA_FACT_LIST(params_layout, MLA_SPARSE_OFFSET(q_stride_b_elems), MLA_SPARSE_OFFSET(b),               \
                   MLA_SPARSE_OFFSET(scale_log2), MLA_SPARSE_OFFSET(indices_stride_s_elems),               \

@@ -1,5 +1,5 @@
-// Lists of kv rows, one per query: what attention_row_lists makes of the caller's indices, and all that the other
-// sparse kernels see of them. A list holds the valid rows only, then kNoRow up to the end of its last tile of
+// Lists of kv rows, one per query. attention_row_lists makes them from the caller's indices; the other sparse kernels
+// see nothing else of the indices. A list holds the valid rows, then kNoRow up to the end of its last tile of
 // kTileTokens rows.
 #pragma once
 #include "attention/shapes.cuh"

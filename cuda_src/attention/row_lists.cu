@@ -15,9 +15,8 @@
 //   warp    load, rank in buckets |                        | rows to their positions |
 //   block                         | counts to offsets      |                      | write the list
 //
-// Source: ranks within a warp by matching buckets are those of Ashkiani et al., "GPU Multisplit", 2016. What differs:
-// a block sorts a whole list, so that one pass over shared memory is enough, and invalid entries are dropped on the
-// way.
+// Source: ranks within a warp by matching buckets come from Ashkiani et al., "GPU Multisplit", 2016. Here a block sorts
+// a whole list, so that one pass over shared memory is enough, and invalid entries are dropped on the way.
 #include "attention/row_list.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
@@ -32,7 +31,7 @@ constexpr i32 kBucketsPerThread = kBuckets / kThreads;
 constexpr i32 kFirstBucket = kWarpThreads;  // kNoRow is in bucket -1, which has a count, too
 constexpr i32 kUnorderedShift = 31;         // every row is in bucket 0
 constexpr i32 kItems = 16;                  // entries of a lane that are in registers at once
-constexpr i32 kBatch = 4;                   // of these, how many are matched before the first is counted
+constexpr i32 kBatch = 4;                   // of these, rows matched before the first is counted
 constexpr i32 kStagedRows = 4096;           // longer lists are scattered straight to global memory
 constexpr i32 kBlocksPerSM = 6;
 
@@ -89,7 +88,7 @@ struct TopkEntries {
 
 // ---- Which rows count ------------------------------------------------------------------------------------------
 
-// The first sequence that has query i; p.b if there is none. Called by all threads.
+// Returns the first sequence that contains query i; p.b if there is none. Called by all threads.
 MLA_DEVICE i32 find_sequence(const SparseRowsParams& p, Storage& storage, i32 i) {
     if (threadIdx.x == 0) storage.sequence = p.b;
     __syncthreads();
@@ -128,8 +127,8 @@ MLA_DEVICE i32 bucket_shift(const SparseRowsParams& p) {
     return p.ordered ? max(0, 32 - __clz(max(p.s_kv - 1, 0)) - 8) : kUnorderedShift;
 }
 
-// The rows of this lane's entries `first`, `first` + 32, ..., as many as `steps` but at most kItems; kNoRow for invalid
-// entries.
+// Loads the rows of this lane's entries `first`, `first` + 32, ...: `steps` of them, at most kItems. Invalid entries
+// become kNoRow.
 MLA_DEVICE void load_rows(const TopkEntries& entries, u32 first, i32 steps, i32 (&rows)[kItems]) {
     const i32* from = entries.indices + first * entries.stride_elems;
     const u32 length = entries.query.length;
@@ -152,8 +151,8 @@ MLA_DEVICE void count_selections(u32* selected, const i32 (&rows)[kItems]) {
 
 // ---- Sorting ---------------------------------------------------------------------------------------------------
 
-// Counts the rows of as many steps, and says for each how many of its bucket the warp has counted before it. Called by
-// whole warps.
+// Counts the rows of `steps` entries, and stores for each how many rows of its bucket the warp counted before it.
+// Called by whole warps.
 MLA_DEVICE void count_rows(i32* counts, const i32 (&rows)[kItems], i32 steps, i32 shift, i32 (&before)[kItems]) {
     const i32 lane = threadIdx.x % kWarpThreads;
 #pragma unroll
@@ -217,8 +216,8 @@ MLA_DEVICE i32 place_buckets(Storage& storage) {
 MLA_DEVICE void make_list(const SparseRowsParams& p, Storage& storage, i32 i, i32 shift) {
     const Query query = resolve_query(p, storage, i);
     const i32 warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
-    // Runs are whole steps of a warp, and equally many for any length: for branches that the compiler knows to be
-    // uniform it emits no reconvergence code.
+    // Runs are whole steps of a warp, and equally many for any length: the compiler then knows the branches to be
+    // uniform and emits no reconvergence code.
     const i32 steps = ((u32)p.topk + kThreads - 1) / kThreads;
     const u32 first = (u32)warp * steps * kWarpThreads + lane;
     const i32 sequence = i / p.queries_of_length, in_sequence = i - sequence * p.queries_of_length;

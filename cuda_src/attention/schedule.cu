@@ -1,4 +1,4 @@
-// Cuts a ragged batch into splits: attention/split_schedule.cuh says how.
+// Cuts a ragged batch into splits, see attention/split_schedule.cuh.
 //
 // One block.
 #include "attention/split_schedule.cuh"

@@ -2,29 +2,28 @@
 //
 //   cost(split) = tiles + kItemCost * work items;   makespan = longest split + merge_cost if a request is cut
 //
-// A batch may say what a partial result costs. Where splits are short, its price then counts too:
+// A batch may also price partial results. Where splits are short, the price then counts:
 //
 //   price(tiles, partials) = max(tiles, all tiles / kServedBlocks) + piece_cost * partials
 //
-// since each partial result is stored and read again, while no more than kServedBlocks blocks get all that memory
-// gives.
+// since each partial result is stored and read again, while kServedBlocks blocks already saturate memory.
 //
-// One block works out four ways to cut, each with a thread per split, and keeps the one with the least makespan:
+// One block computes four ways to cut, each with a thread per split, and keeps the one with the least makespan:
 //
 //   whole    boundary i = the request boundary nearest to i / num_splits of the total cost: nothing to merge
 //   pieces   for b <= num_splits: a split holds one piece; request r is cut into ceil(tiles / limit) equal ones, where
-//            limit is the least that num_splits allow, or, where partial results are counted, one of the 32 from there
-//            on: the one of the least price
-//   even     cut i = where i / num_splits of the total cost lies, but at a request boundary that is no further than
-//            kItemCost tiles away: a shorter piece would not pay
-//   loose    the same, up to a quarter of a split away
+//            limit is the least that num_splits allow, or, if partial results are priced, the cheapest of the 32 limits
+//            from there on
+//   even     cut i = i / num_splits of the total cost, moved to a request boundary at most kItemCost tiles away: a
+//            shorter piece would not pay
+//   loose    like even, with boundaries up to a quarter of a split away
 //
 // No way makes an empty piece: cuts within a request are at different tiles. (A split may be empty.) Requests are
 // counted in units of 2^k tiles, k > 0 only where the total would not fit 32 bits.
 //
-// Source: the even cut is FlashMLA's metadata kernel's idea, one piece per split FlashAttention-3's. What differs:
-// every split is handled by a thread of its own instead of one thread's walk, ways to cut are compared by their cost,
-// and only the cuts are stored: slots and counts follow from them.
+// Source: the even cut is FlashMLA's metadata kernel's idea, one piece per split FlashAttention-3's. Here a thread per
+// split replaces one thread's walk, ways to cut are compared by their cost, and only the cuts are stored: slots and
+// counts follow from them.
 #pragma once
 #include "attention/decode_params.cuh"
 #include "tile/warp.cuh"
@@ -33,7 +32,7 @@ namespace mla::attention {
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kScheduleThreads = 1024;  // of the block
 constexpr i32 kScheduleWarps = kScheduleThreads / kWarpThreads;
-// What a work item costs besides its tiles, in tiles: fetching Q, starting the pipeline, writing the result.
+// Overhead of a work item in tiles: fetching Q, starting the pipeline, writing the result.
 constexpr i32 kItemCost = 3;
 constexpr i32 kMaxTotal = 1 << 30;  // of units and item costs
 // Prices are in tiles / kPriceScale. Partial results are counted where no split needs more than kShortSplit tiles: with
@@ -84,7 +83,7 @@ struct ScheduleStorage {
     i32 units[kMaxSplits];  // per request, for `pieces`
     i32 max_units;
     u32 fits;        // bit w: what warp w tries as limit does
-    i32 best_limit;  // the least of price * kScheduleWarps + what is added to the limit
+    i32 best_limit;  // least of price * kScheduleWarps + the addition to the limit
     i32 partials[kWays];
     Cut ways[kWays][kMaxSplits + 1];
     i32 costs[kWays];
@@ -141,7 +140,7 @@ MLA_DEVICE i32 warp_sum(i32 value) {
     return warp_reduce(value, [](i32 a, i32 b) { return a + b; });
 }
 
-// The sum over the warps before this one of what each passes, and over all of them. All threads call it.
+// Returns the sum of `warp_value` over the warps before this one; `total` is the sum over all. All threads call it.
 MLA_DEVICE i32 sum_of_warps_before(ScheduleStorage& s, i32 warp_value, i32& total) {
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
     __syncthreads();
@@ -153,7 +152,7 @@ MLA_DEVICE i32 sum_of_warps_before(ScheduleStorage& s, i32 warp_value, i32& tota
 }
 
 // ---- Whole, loose, even ----------------------------------------------------------------------------------------
-// Each warp takes a contiguous share of the requests, a lane each. Returns the sum of all units.
+// Each warp sums a contiguous share of the requests, one per lane. Returns the sum of all units.
 template <class Batch>
 MLA_DEVICE i32 mark_places(const Batch& batch, ScheduleStorage& s, const Units& units, Places& places) {
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
@@ -193,8 +192,8 @@ MLA_DEVICE Cut snapped_cut(const ScheduleStorage& s, const Places& places, i32 s
 }
 
 // ---- Pieces ----------------------------------------------------------------------------------------------------
-// The smallest limit for which all requests together have at most num_splits pieces of at most so many units. Each warp
-// tries one of 32 limits at a time.
+// The smallest limit for which all requests together have at most num_splits pieces of at most `limit` units each. Each
+// warp tries one of 32 limits at a time.
 template <class Batch>
 MLA_DEVICE i32 min_limit(const Batch& batch, ScheduleStorage& s, i32 total) {
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
@@ -222,7 +221,7 @@ MLA_DEVICE i32 min_limit(const Batch& batch, ScheduleStorage& s, i32 total) {
     return high;
 }
 
-// What a schedule costs beside the price of its partial results, in tiles / kPriceScale.
+// Cost of a schedule without its partial results, in tiles / kPriceScale.
 MLA_DEVICE i32 price_of_tiles(i32 tiles, i32 total) {
     return max(tiles * kPriceScale, total * kPriceScale / kServedBlocks);
 }
@@ -290,8 +289,8 @@ MLA_DEVICE void weigh_splits(const Batch& batch, ScheduleStorage& s, i32 way, i3
     if (cuts) atomicOr(&s.has_cuts, 1u << way);
 }
 
-// Writes the schedule of a batch, by all threads of a block. A batch has `b` requests and says how many tokens each one
-// has, at most `max_tokens`; `merge_cost` is in tiles, `piece_cost` in tiles / kPriceScale, 0 where it does not count.
+// Writes the schedule of a batch, by all threads of a block. A batch has `b` requests and the number of tokens of each,
+// at most `max_tokens`; `merge_cost` is in tiles, `piece_cost` in tiles / kPriceScale, 0 to ignore it.
 template <class Batch>
 MLA_DEVICE void write_schedule(const Batch& batch, ScheduleStorage& s) {
     const i32 thread = threadIdx.x, way = thread / kMaxSplits, split = thread % kMaxSplits;

@@ -17,7 +17,7 @@ struct WorkItem {
     i32 request;
     i32 tokens;           // of the whole request
     i32 behind_last;      // see RequestLength
-    i32 tokens_in_first;  // of a request whose tokens are in two places: those in the first one
+    i32 tokens_in_first;  // for a request in two places: tokens in the first one
     i32 seen_by_all;      // first token that not every row of the block sees (a division per tile would cost more)
     i32 tile_begin;       // tiles [tile_begin, tile_end) of the request; may be empty
     i32 tile_end;
@@ -26,8 +26,7 @@ struct WorkItem {
 
 constexpr i32 kNotSplit = -1;
 
-// Where split `split` begins. Without a schedule: of the requests' units in one line, `split` / num_splits are before
-// it.
+// Start of split `split`. Without a schedule, `split` / num_splits of all units, laid out in one line, come before it.
 MLA_DEVICE SchedulePoint split_begin(const DecodeParams& p, i32 split) {
     if (p.schedule != nullptr) return p.schedule[split];
     const i32 total = p.b * p.request_units, rest = total % p.num_splits;
@@ -56,7 +55,7 @@ struct ScheduledWork {
     MLA_DEVICE static i32 first_query(const WorkItem&) { return 0; }
     MLA_DEVICE static i32 lacking_rows(const WorkItem&) { return 0; }
 
-    // Mask: the tokens at a sequence's end that the block's first row does not see, and what a row sees.
+    // Mask: the tokens at a sequence's end hidden from the block's first row, and the tokens that a row sees.
     MLA_DEVICE static i32 hidden(const DecodeParams& p, i32 row0) { return hidden_from(p, row0); }
     MLA_DEVICE static i32 visible(const DecodeParams& p, const WorkItem& item, i32 row) {
         return visible_tokens(p, item, row);
@@ -110,7 +109,7 @@ using WorkIterator = WorkIteratorOf<ScheduledWork>;
 
 // ---- Rows ------------------------------------------------------------------------------------------------------
 // The work of a thread block: up to kRows query rows of one KV head, in one split of the schedule. Grid: x = row blocks
-// of all KV heads, y = splits; a kernel with another grid says which row block it is.
+// of all KV heads, y = splits; a kernel with another grid passes its row block.
 template <i32 kRows_, class Work_ = ScheduledWork>
 struct RowBlock {
     using Work = Work_;
@@ -132,7 +131,7 @@ struct RowBlock {
     // Work items for roles that do not mask.
     MLA_DEVICE WorkIteratorOf<Work> items() const { return WorkIteratorOf<Work>(p, split); }
 
-    // Rows of an item: those of the KV head, or fewer.
+    // Rows of an item: at most the rows of the KV head.
     MLA_DEVICE i32 rows_of(const WorkItem& item) const { return rows - Work::lacking_rows(item); }
 };
 }  // namespace mla::attention

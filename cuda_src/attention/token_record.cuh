@@ -4,14 +4,14 @@
 #include "common/facts.cuh"
 
 namespace mla::attention {
-// The members of a layout that say how to read a token whose bytes are found.
+// Layout members that describe how to read a token at a known address.
 struct v32 {
     using Compact = v32;
     static constexpr i32 kLatentChunks = 32, kGroupChunks = 8, kRopeOffset = 528;
     static constexpr ScaleKind kScale = kScaleFloat32;
     static constexpr ElementKind kKind = kE4m3, kRopeKind = kBfloat16;
 
-    // Where the scales of a token in a page are.
+    // Address of the scales of a token in a page.
     MLA_DEVICE static u8* scales(u8*, u8* data, i32, i32) { return data + kLatentChunks * kRecordChunk; }
 };
 // The same without RoPE columns: their bytes are reserved, may hold anything, and are not read.
@@ -30,8 +30,8 @@ struct v4 {
     }
 };
 
-// All columns are codes, and share scales that lie in another plane. Of sparse decode's two caches the second one may
-// have the compact record, whose tokens are so many bytes apart.
+// All columns are codes, with scales in another plane. Sparse decode's second cache may hold this compact record,
+// recognised by its token stride, kPlaneBytes.
 struct v41_fp4 {
     static constexpr i32 kLatentChunks = 28, kGroupChunks = 1, kRopeOffset = 224;
     static constexpr ScaleKind kScale = kScaleE4m3;
@@ -79,7 +79,7 @@ constexpr i32 kRopeChunksOf = kSame<Record, v32_nope> ? 0 : kRopeChunks;
 template <class Record>
 constexpr i32 kKeyColumns = (Record::kLatentChunks + kRopeChunksOf<Record>)*kRecordChunk;
 
-// What reads a token whose bytes are found.
+// The part of a layout that reading a token at a known address uses.
 template <class Record>
 MLA_DEVICE RecordLayout token_layout() {
     RecordLayout layout{};

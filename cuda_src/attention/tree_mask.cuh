@@ -9,7 +9,7 @@
 namespace mla::attention {
 constexpr i32 kWordBits = 64;
 
-// A row sees the tokens before `first`, and of those from there on what `seen` says.
+// A row sees the tokens before `first`, and the later ones that `seen` selects.
 struct SeenTokens {
     i32 first;  // below 0 where the sequence is shorter than s_q
     u64 seen;   // bit k: token first + k
@@ -18,7 +18,7 @@ struct SeenTokens {
         return token < first || (token - first < kWordBits && (seen >> (token - first) & 1));
     }
 
-    // What is seen of the tile that begins with token `token`: bit t stands for token + t.
+    // Tokens seen in the tile that begins with token `token`: bit t stands for token + t.
     MLA_DEVICE u64 of_tile(i32 token) const {
         const i32 shift = first - token;
         if (shift >= kWordBits) return ~0ull;
@@ -31,7 +31,7 @@ struct SeenTokens {
 MLA_DEVICE i32 first_tile_of_drafts(i32 first) { return first >> 6; }
 static_assert(kTileTokens == 1 << 6 && kTileTokens == kWordBits, "s_q drafts are in two tiles at most");
 
-// By the row's word of the mask. Rows past the last one do not matter.
+// Reads the row's word of the mask. Rows past the last one do not matter.
 MLA_DEVICE SeenTokens seen_of_tree(const DecodeParams& p, const WorkItem& item, i32 row) {
     const i32 query = min(row / (p.h_q / p.h_kv), p.s_q - 1);
     const u64 word = p.tree_mask[item.request * p.tree_stride_b_elems + query * p.tree_stride_s_elems] &
@@ -45,7 +45,7 @@ MLA_DEVICE SeenTokens seen_of_tree(const DecodeParams& p, const WorkItem& item, 
     return {item.tokens - here, seen};
 }
 
-// Masks what is not in `seen` of row r of a thread (bit = column).
+// Masks the columns outside `seen` for row r of a thread (bit = column).
 template <i32 kCount>
 MLA_DEVICE void mask_row(float (&scores)[kCount], i32 r, u64 seen, i32 thread) {
 #pragma unroll
@@ -59,7 +59,7 @@ MLA_DEVICE SeenTokens seen_tokens(const DecodeParams& p, const WorkItem& item, i
     return p.tree_mask == nullptr ? SeenTokens{visible_tokens(p, item, row), 0} : seen_of_tree(p, item, row);
 }
 
-// The work of a build whose calls have a mask: any draft may be hidden from any row.
+// Work of a build whose calls have a mask: any draft may be hidden from any row.
 struct TreeWork : ScheduledWork {
     MLA_DEVICE static i32 hidden(const DecodeParams& p, i32) { return p.s_q; }
     MLA_DEVICE static bool sees(const DecodeParams& p, const WorkItem& item, i32 row, i32 token) {

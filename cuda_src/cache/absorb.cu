@@ -1,14 +1,14 @@
-// Before attention: the part of queries without RoPE, multiplied by a head's W_UK, to the columns of absorbed queries,
-// beside them RoPE's columns, turned or as they are, and tokens to a paged cache.
+// Before attention: multiplies the queries' non-RoPE part by a head's W_UK, puts the RoPE columns next to the result,
+// turned or unchanged, and writes tokens to a paged cache.
 //
 //   q[t, :512] = q_nope[t, head] W_UK[head],   q[t, 512:] = RoPE(q_rope[t, head])
 //   cache[slot] = record of (latent, rope)                                            cache/append.cuh
 //
-// Grid: x = blocks for tokens, eight each, then heads, each by 2^parts_log2 blocks of as many of the 512 columns, which
-// also have the RoPE part of some of their tokens; y = shares of the tokens. A block reads its part of W_UK once, asks
-// for it before anything else, and keeps it in registers: a warp has 32 columns. It goes through its tokens, kStep at a
-// time, while the next ones are on their way; where it has fewer columns than its warps, tiles of 16 tokens are shared
-// out, too.
+// Grid: x = blocks of eight tokens each, then heads, 2^parts_log2 blocks per head; y = shares of the tokens. The blocks
+// of a head divide the 512 columns, and the RoPE part by tokens. A block requests its part of W_UK before anything
+// else, reads it once and keeps it in registers, 32 columns per warp. It processes its tokens kStep at a time, while
+// the next ones are in flight; where it has fewer columns than its warps could hold, the warps also divide tiles of 16
+// tokens.
 //
 //   W_UK, first and next tokens on their way | RoPE | W_UK to registers | product, store | product, store | ...
 #include "attention/shapes.cuh"
@@ -31,13 +31,13 @@ using Element = MLA_DTYPE;
 constexpr i32 kThreads = kAppendThreads;
 constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kMaxDNope = MLA_MAX_D_NOPE;                                   // rows of W_UK
-constexpr i32 kWarpColumns = 32;                                            // whose weights a warp keeps
+constexpr i32 kWarpColumns = 32;                                            // columns whose weights a warp keeps
 constexpr i32 kMaxColumns = kMaxDNope <= 128 ? 128 : 64;                    // of a block
-constexpr i32 kMinColumns = 64;                                             // where there are few heads
+constexpr i32 kMinColumns = 64;                                             // for few heads
 constexpr i32 kTile = 16;                                                   // tokens of a product
 constexpr i32 kStep = __CUDA_ARCH__ >= 800 ? 2 * kTile : kTile;             // tokens at a time
 constexpr i32 kStages = 2;                                                  // tokens at work, and the next ones
-constexpr i32 kColumnsPitch = kMaxColumns + 8, kNopePitch = kMaxDNope + 8;  // ldmatrix then meets every bank
+constexpr i32 kColumnsPitch = kMaxColumns + 8, kNopePitch = kMaxDNope + 8;  // ldmatrix then uses every bank
 constexpr i32 kSlice = 64;                                                  // d_nope is a multiple of it
 constexpr i32 kBlocksPerSm = kMaxDNope <= 128 ? 4 : 2;
 static_assert(kMaxColumns <= kWarpColumns * kWarps, "a warp has its columns");
@@ -57,7 +57,7 @@ struct AbsorbSizes {
     i32 share_tokens;  // a multiple of kTile
 };
 struct AbsorbParams : AbsorbAddresses, CachePrepareParams, AbsorbSizes {
-    i32 has_rope;  // whether queries have a RoPE part, as in CachePrepareParams; `out` is `absorbed`
+    i32 has_rope;  // 1: queries have a RoPE part, as in CachePrepareParams; `out` is `absorbed`
     i32 padding;
 };
 
@@ -127,8 +127,8 @@ MLA_DEVICE void fetch_w_uk(const Block& block) {
     }
 }
 
-// Those of kStep tokens from `first` on; none past the last tile. Whole tiles: the last token takes the place of those
-// that are missing.
+// Fetches kStep queries from `first` on, nothing past the last tile. Tiles are whole: the last token stands in for
+// missing ones.
 MLA_DEVICE void fetch_queries(const Block& block, i32 first) {
     constexpr i32 kRowThreads = kThreads / kTile;
     const AbsorbParams& p = block.p;
@@ -174,7 +174,7 @@ MLA_DEVICE void append(const AbsorbParams& p) {
 
 // ---- Product ---------------------------------------------------------------------------------------------------
 #if __CUDA_ARCH__ >= 800
-// Of four neighbouring lanes, lane i gets number i of each.
+// Lane i of four neighbours gets word i of each.
 MLA_DEVICE void transpose_quad(u32 (&x)[4]) {
 #pragma unroll
     for (i32 step = 1; step < 4; step *= 2) {
@@ -188,7 +188,7 @@ MLA_DEVICE void transpose_quad(u32 (&x)[4]) {
     }
 }
 
-// A warp's part of W_UK, by 16 rows and by pairs of 8 columns, as mma.sync takes it.
+// A warp's part of W_UK, by 16 rows and by pairs of 8 columns, in mma.sync's layout.
 struct Weights {
     u32 of[kMaxDNope / 16][kWarpColumns / 16][4];
     i32 column;           // the first one, of the block's
@@ -296,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fetch_queries(block, block.first + kStep);
     commit_copies();
     prepare_rope(block);
-    wait_for_copies<1>();  // but for the next queries
+    wait_for_copies<1>();  // except the next queries
     __syncthreads();
     const Weights weights(block);
     for (i32 first = block.first; first < block.end; first += kStep) {

@@ -1,16 +1,16 @@
-// Tokens to a paged cache: quantises the latent part, turns the RoPE part if asked to, scatters by slot.
+// Writes tokens to a paged cache: quantises the latent part, turns the RoPE part if requested, scatters by slot.
 //
 //   s = scale of the group's largest magnitude,   code = e4m3(x / s), or e2m1(x / s)
 //
-// A warp has two tokens. What a kernel takes is the time to issue its instructions, unless they are few: so the usual
-// calls, aligned rows of 16-bit elements whose scales are powers of 2 or the caller's, or which are kept as they are,
-// have a path with no more than it takes. The loads of a warp's tokens are in flight together:
+// A warp handles two tokens. The kernel is bound by instruction issue, so the usual calls have a path with the minimum
+// of instructions: aligned rows of 16-bit elements, with power-of-two scales, the caller's scale, or no quantisation.
+// The loads of a warp's tokens are in flight together:
 //
 //   lane t: place of token t | all: load 32 bytes of each | largest of the group | quantise | store 16 bytes
 //   lanes 8 t to 8 t + 7: the RoPE part of token t, a piece of eight elements each, and its angles
 //
-// Any other token is written in pieces of eight elements: a lane has the pieces l and l + 32 of the latent part, and
-// the first eight lanes one of the RoPE part. A slot outside of the pool is skipped.
+// Any other token is written in pieces of eight elements: a lane writes the pieces l and l + 32 of the latent part, and
+// each of the first eight lanes one piece of the RoPE part. Slots outside the pool are skipped.
 //
 // `Params` has the members of `CacheAppendParams` (append.cu); `Rotation` has the angles of tokens.
 #pragma once
@@ -47,8 +47,8 @@ MLA_DEVICE i64 read_index(const u8* from, i32 is_64) {
 // NaN if either is.
 MLA_DEVICE float nan_max(float a, float b) { return a > b || a != a ? a : b; }
 
-// What numbers are divided by, and its inverse, with which a division takes a few instructions. `lift` is a power of
-// two that takes both far away from the smallest and the largest numbers.
+// A divisor and its inverse, with which a division takes a few instructions. `lift` is a power of two that moves both
+// away from the smallest and the largest numbers.
 struct Scale {
     float value;
     float inverse;  // of lift * value
@@ -78,10 +78,10 @@ MLA_DEVICE Scale e4m3_scale(float ratio) {
     return plain_scale(cvt_f32_x2_e4m3(code).x);
 }
 
-// x / scale: the nearest float, unless it is so small that its code is 0, or infinite. The correction makes NaN of what
-// is infinite or divided by infinity; there the first product is right.
+// x / scale, rounded to nearest unless it is so small that its code is 0, or infinite. The correction step makes NaN of
+// infinite numbers and of numbers divided by infinity; there the first product is right.
 MLA_DEVICE float quotient(float x, const Scale& scale) {
-    if (__CUDA_ARCH__ < 800) return x / scale.value;  // where the reciprocal spills
+    if (__CUDA_ARCH__ < 800) return x / scale.value;  // the reciprocal spills there
     const float lifted = x * scale.lift, first = lifted * scale.inverse;
     const float corrected = fmaf(fmaf(-first, scale.value * scale.lift, lifted), scale.inverse, first);
     return corrected == corrected ? copysignf(corrected, first) : first;
@@ -112,7 +112,7 @@ MLA_DEVICE i32 element_bytes(i32 kind) { return kind == kE4m3 ? 1 : kind == kFlo
 
 // ---- Pieces ----------------------------------------------------------------------------------------------------
 
-// Eight 16-bit elements; zeros where there are none.
+// Eight 16-bit elements; zeros where `present` is false.
 MLA_DEVICE uint4 load_piece(const u8* from, bool aligned, bool present) {
     if (aligned) return ld_global_16(from, present);
     u32 words[4] = {0, 0, 0, 0};
@@ -183,7 +183,7 @@ MLA_DEVICE bool rows_are_aligned(const Params& p) {
 
 // ---- RoPE ------------------------------------------------------------------------------------------------------
 
-// The angles of tokens by tables, of which positions are rows.
+// Angles from tables, indexed by position.
 struct TableRotation {
     const float *cos, *sin;  // (max_position, 32), or null: nothing turns
     const u8* positions;     // (n,), i32 or i64
@@ -205,7 +205,8 @@ struct TableRotation {
     MLA_DEVICE void load(PieceAngles& angles, i64 token, i32 piece) const { load_row(angles, position(token), piece); }
 };
 
-// Where turned RoPE parts go beside the cache: rows of 16-bit elements of the kind that they have, or null.
+// Optional destination of turned RoPE parts in addition to the cache: rows of 16-bit elements of the same type, or
+// null.
 struct RopeRows {
     u8* rows;
     i64 stride_bytes;
@@ -221,7 +222,7 @@ struct RopePiece {
     float x[kPieceElems];
 };
 
-// Turned, if it is to be. Called by whole warps, of which some lanes have no piece: `present`.
+// Loads a piece and turns it if requested. Called by whole warps; `present` is false in lanes without a piece.
 template <class Params, class Rotation>
 MLA_DEVICE RopePiece load_rope(const Params& p, const Rotation& rotation, i64 token, i32 piece, bool present) {
     RopePiece rope;
@@ -260,7 +261,7 @@ MLA_DEVICE void store_rope(const Params& p, u8* to, const RopePiece& rope, i32 p
 
 // ---- Any token -------------------------------------------------------------------------------------------------
 
-// Of the whole warp's piece.
+// Scale of the whole warp's piece.
 template <class Params>
 MLA_DEVICE Scale scale_of(const Params& p, const float (&x)[kPieceElems]) {
     if (p.scale_kind == kScaleOfTensor) return plain_scale(p.kv_scale);
@@ -346,7 +347,7 @@ MLA_DEVICE void append_any(const Params& p, const Rotation& rotation, const Reco
 // ---- The usual tokens --------------------------------------------------------------------------------------------
 template <class Params>
 MLA_DEVICE bool is_usual(const Params& p) {
-    if (__CUDA_ARCH__ < 900) return false;  // which lack the products of bf16
+    if (__CUDA_ARCH__ < 900) return false;  // older GPUs lack products of bf16
     const u64 pages = reinterpret_cast<u64>(p.cache) | p.page_stride_bytes | p.token_stride_bytes;
     const bool groups = p.kind == kE4m3 && p.power_of_2 && (p.group_chunks == 4 || p.group_chunks == 8);
     const bool all_codes = p.scale_kind == kScaleOfTensor && p.rope_kind == kE4m3;
@@ -374,7 +375,7 @@ MLA_DEVICE Scale scale_of_amax(float amax) {
     return Scale{__uint_as_float(exponent << 23), __uint_as_float((254 - exponent) << 23), 1.f};
 }
 
-// Eight codes. Products with a power of 2 are exact in 16 bits, but for those that are too small to have a code.
+// Eight codes. Products with a power of 2 are exact in 16 bits, unless the result is too small for a code.
 template <class Element>
 MLA_DEVICE uint2 scaled_codes(const uint4& piece, u32 inverse_x2) {
     const Element element;
@@ -385,7 +386,7 @@ MLA_DEVICE uint2 scaled_codes(const uint4& piece, u32 inverse_x2) {
     return codes_of(x);
 }
 
-// Sixteen elements of each lane, zeros in those that have none.
+// Sixteen elements per lane, zeros in lanes without any.
 template <class Element, class Params>
 MLA_DEVICE void store_codes(const Params& p, const TokenBytes& token, const uint4 (&pieces)[2], i32 lane) {
     u32 amax = amax_bits<Element>(pieces[0], pieces[1]);
@@ -407,7 +408,7 @@ MLA_DEVICE void store_codes(const Params& p, const TokenBytes& token, const uint
     }
 }
 
-// The same with the caller's scale.
+// Stores codes with the caller's scale.
 template <class Params>
 MLA_DEVICE void store_codes_of_tensor(const Params& p, const TokenBytes& token, const uint4 (&pieces)[2], i32 lane) {
     const Scale scale = plain_scale(p.kv_scale);
@@ -424,7 +425,7 @@ MLA_DEVICE void store_codes_of_tensor(const Params& p, const TokenBytes& token, 
     reinterpret_cast<uint4*>(token.data)[lane] = make_uint4(codes[0].x, codes[0].y, codes[1].x, codes[1].y);
 }
 
-// How the latent part is kept: as it is, with a scale for each group, or with the caller's.
+// Storage of the latent part: unquantised, with a scale per group, or with the caller's scale.
 enum class Kept { AsItIs, Groups, Tensor };
 
 // Called by whole warps. Elements that are quantised have 32 bytes in a lane; others are stored as adjacent pieces.
@@ -453,7 +454,7 @@ MLA_DEVICE void append_usual(const Params& p, const Rotation& rotation, const Re
     const RopePiece rope = load_rope(p, rotation, min(token_of_rope, (i64)p.n - 1), rope_piece, has_rope);
     griddepcontrol_launch_dependents();
     if (has_rope) turned_rows.store(token_of_rope, rope_piece, rope.raw);
-    const TokenBytes mine = token_at(layout, p.cache, slot);  // lane t's is that of token t
+    const TokenBytes mine = token_at(layout, p.cache, slot);  // lane t holds token t
 #pragma unroll
     for (i32 t = 0; t < kTokens; ++t) {
         const TokenBytes token{from_lane(mine.data, t), from_lane(mine.scales, t)};

@@ -1,7 +1,7 @@
 // Copies pages within each layer of a pool, as on the first write to a page that sequences share.
 //
 // Grid: x = blocks that stride over pieces of 16 KB of all (pair, layer)s. The pairs are read on the device, so a
-// captured launch copies what they say at each replay. Pairs with a page outside of the pool are skipped.
+// replay of a captured launch reads them again. Pairs with a page outside the pool are skipped.
 #include "common/facts.cuh"
 #include "common/types.cuh"
 #include "ptx/control.cuh"

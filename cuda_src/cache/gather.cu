@@ -1,11 +1,11 @@
 // Reads tokens of a paged cache as rows of numbers: dequantises, rounds once, gathers by slot.
 //
-// Grid: x = rows, two for each warp, whose loads are in flight together. A slot outside of the pool gives a row of
-// zeros. Without slots row i is slot i: the sparse forward makes rows of a whole cache so.
+// Grid: x = rows, two per warp, whose loads are in flight together. Slots outside the pool give rows of zeros. Without
+// slots row i is slot i: the sparse forward uses this to convert a whole cache.
 //
-// Rows of 16-bit elements that are aligned to 16 bytes are stored in such pieces, a warp's side by side: lane l has the
-// pieces l, l + 32, and l + 64 of a row, or of the latent part, and one of the RoPE part. Other rows take a path of
-// their own: a lane has 16 consecutive elements, and some lanes 16 more.
+// Rows of 16-bit elements that are aligned to 16 bytes are stored in 16-byte pieces, a warp's side by side: lane l has
+// the pieces l, l + 32, and l + 64 of a row, or of the latent part, and one of the RoPE part. Other rows use a separate
+// path: a lane has 16 consecutive elements, and some lanes 16 more.
 #include "attention/record.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
@@ -74,7 +74,7 @@ MLA_DEVICE bool is_aligned(const CacheGatherParams& p) {
            (p.rope_kind == p.element || p.rope_chunks == 0);
 }
 
-// Where piece `piece` of a row of 16-bit elements lies in a token that keeps them as they are.
+// Address of piece `piece` of a row of 16-bit elements, for tokens stored unquantised.
 MLA_DEVICE const u8* piece_at(const CacheGatherParams& p, const TokenBytes& token, i32 piece) {
     const i32 in_rope = piece - 2 * p.latent_chunks;
     return token.data + (in_rope < 0 ? piece * kPieceBytes : p.rope_offset + in_rope * kPieceBytes);
@@ -105,22 +105,22 @@ MLA_DEVICE void copy_rows(const CacheGatherParams& p, const TokenBytes (&tokens)
     }
 }
 
-// What a lane has of a token: eight codes, twice, their scales as they are stored, and eight elements of the RoPE part.
+// A lane's share of a token: twice eight codes, their stored scales, and eight elements of the RoPE part.
 struct Codes {
     uint2 codes[2];
     u32 scales[2];
     uint4 rope;
 };
 
-// The lane's piece of the RoPE part, which follows those of the latent part in the row; none if it is above
-// the last one.
+// The lane's piece of the RoPE part, which follows the latent part's pieces in the row; out of range in lanes without
+// one.
 MLA_DEVICE i32 rope_piece(const CacheGatherParams& p, i32 lane) {
     return (lane + 2 * kWarpThreads - 2 * p.latent_chunks) % kWarpThreads;
 }
 
 MLA_DEVICE Codes load_codes(const CacheGatherParams& p, const RecordLayout& layout, const TokenBytes& token, i32 lane) {
     const bool present = token.data != nullptr;
-    const i32 shift = 32 - __clz(p.group_chunks);  // of pieces, two for each chunk: there are as many as a power of 2
+    const i32 shift = 32 - __clz(p.group_chunks);  // log2 of a group's pieces, two per chunk; a power of two
     Codes loaded;
 #pragma unroll
     for (i32 half = 0; half < 2; ++half) {
@@ -170,7 +170,7 @@ MLA_DEVICE void dequantise_rows(const CacheGatherParams& p, const RecordLayout& 
 }
 
 MLA_DEVICE void gather_aligned(const CacheGatherParams& p, const RecordLayout& layout, i64 first, i32 lane) {
-    TokenBytes mine{nullptr, nullptr}, tokens[kRows];  // lane r's is that of row r
+    TokenBytes mine{nullptr, nullptr}, tokens[kRows];  // lane r holds row r
     if (lane < kRows && first + lane < p.n) mine = token_of_row(p, layout, first + lane);
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) tokens[r] = TokenBytes{from_lane(mine.data, r), from_lane(mine.scales, r)};

@@ -5,9 +5,8 @@
 //   caller's cache[slot] = record of (latent, rope)          cache/append.cuh
 //
 // Grid: x = blocks for tokens, eight each, then blocks for rows of queries, 16 each. Eight lanes share a row: a lane
-// has 16 bytes of every 128, so that the RoPE part, the row's last 128 bytes, is a piece of each lane, and all loads of
-// a row are in flight together. Where the result takes the place of the queries, only the RoPE part is read and
-// written.
+// has 16 bytes of every 128, so that the RoPE part, the row's last 128 bytes, is one piece per lane, and all loads of a
+// row are in flight together. If the result overwrites the queries, only the RoPE part is read and written.
 //
 //   position | angles | load row | turn | largest of the row | round | store
 #include "attention/query_codes.cuh"
@@ -43,7 +42,7 @@ MLA_DEVICE void store_eight_codes(u8* to, const uint2& codes) {
     for (i32 i = 0; i < kPieceElems; ++i) to[i] = (u8)((i < 4 ? codes.x : codes.y) >> 8 * (i % 4));
 }
 
-// By the caller's scale.
+// Codes with the caller's scale.
 template <class Element>
 MLA_DEVICE uint2 codes_of_tensor(const uint4& piece, const Scale& scale) {
     float x[kPieceElems];
@@ -84,7 +83,7 @@ MLA_DEVICE void move_row(const CachePrepareParams& p, const AnyRotation& rotatio
 // A row as codes. Called by whole warps.
 template <class Element, bool kAligned>
 MLA_DEVICE void encode_row(const CachePrepareParams& p, const AnyRotation& rotation, const QueryRow& row, i32 lane) {
-    constexpr i32 kMaxPieces = 8;  // of a lane beside the RoPE part: 512 elements of a row
+    constexpr i32 kMaxPieces = 8;  // pieces of a lane, without the RoPE part: 512 elements of a row
     uint4 pieces[kMaxPieces];
 #pragma unroll
     for (i32 i = 0; i < kMaxPieces; ++i) {

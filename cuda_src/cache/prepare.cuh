@@ -1,4 +1,4 @@
-// What kernels that prepare queries share: their parameters, angles, and rows.
+// Shared by the kernels that prepare queries: their parameters, angles, and rows.
 #pragma once
 #include "cache/append.cuh"
 
@@ -35,14 +35,14 @@ struct CachePrepareParams {
     i32 element = 0, slots_are_64 = 0, positions_are_64 = 0, interleaved = 0, power_of_2 = 0;
     i32 kind = 0, rope_kind = 0, latent_chunks = 0, rope_chunks = 0, group_chunks = 0, scale_kind = 0;
     i32 rope_offset = 0, scales_offset = 0, scales_stride = 0;
-    i32 h, pieces = 0;     // query heads; a lane's pieces of a row beside the RoPE part
+    i32 h, pieces = 0;     // query heads; a lane's pieces of a row, without the RoPE part
     i32 token_blocks = 0;  // of the grid
     i32 own_scale = 0;     // of each row; else `q_scale`
     float kv_scale = 1.f, q_scale = 1.f;
 };
 
 // ---- RoPE ------------------------------------------------------------------------------------------------------
-// By tables, or computed.
+// Rotation by tables, or by computed angles.
 struct AnyRotation : TableRotation {
     const i64* frequencies;
 

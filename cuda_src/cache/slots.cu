@@ -33,7 +33,7 @@ struct CacheSlotsParams {
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 struct Storage {
-    i32 ends[kThreads];  // of the sequences at hand
+    i32 ends[kThreads];  // ends of the current sequences
     i64 warp_sums[kWarps];
 };
 
@@ -57,7 +57,7 @@ MLA_DEVICE i32 find_ends(const CacheSlotsParams& p, Storage& s, i32 first, i32 b
     return s.ends[kThreads - 1];
 }
 
-// The first sequence that ends after a token, of those at hand.
+// The first of the current sequences that ends after a token.
 MLA_DEVICE i32 sequence_of(const Storage& s, i32 token) {
     i32 low = 0, high = kThreads - 1;
     while (low < high) {

@@ -1,15 +1,15 @@
 // Brings the device's block table up to date with the host's, gathers the rows of a step in the caller's order, and
-// tells where the step's tokens go.
+// computes the positions and slots of the step's tokens.
 //
 //   table[row] gets its changes, seqlens[row] its length;   step_table[i] = table[row], step_seqlens[i] = its length
-//   the last tokens of row i, as many as are new:   position;   slot = page * page_size + position % page_size
+//   for row i's new tokens, its last ones:   position;   slot = page * page_size + position % page_size
 //
 // Everything that changes in a step arrives in one upload of 32-bit words:
 //
 //   header: rows of the step, all rows | row[max_rows] | length[max_rows] | first change[max_rows + 1]
 //   | first token[max_rows + 1] | (column, page)...
 //
-// Grid: x = rows of the upload. The first ones are those of the step; the others only change.
+// Grid: x = rows of the upload. The step's rows come first; the others only change.
 #include "common/facts.cuh"
 #include "common/types.cuh"
 #include "ptx/control.cuh"
@@ -37,7 +37,7 @@ MLA_FACT(threads, kThreads);
 MLA_FACT(header_words, kHeaderWords);
 
 // ---- Parts -----------------------------------------------------------------------------------------------------
-// The tokens from `first` to `end` of the step are the last ones of a sequence, whose row of the table this is.
+// Writes tokens `first` to `end` of the step, the last ones of a sequence with table row `row`.
 MLA_DEVICE void write_tokens(const CacheUpdateParams& p, const i32* row, i32 length, i32 first, i32 end) {
     const i32 last = min(end, p.max_tokens);
     for (i32 token = max(0, first) + (i32)threadIdx.x; token < last; token += kThreads) {

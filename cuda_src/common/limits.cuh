@@ -1,4 +1,4 @@
-// What an SM has, and what a block may have of it, on sm_90 and sm_100.
+// Limits per SM and per block on sm_90 and sm_100.
 #pragma once
 #include "common/types.cuh"
 
@@ -7,7 +7,7 @@ constexpr u32 kMaxDynamicSmem = 232448;  // 227 KB, of a block
 constexpr u32 kTmemColumns = 512;        // of tensor memory
 constexpr i32 kRegsOfSm = 65536;
 
-// The SM's registers over a warpgroup's lanes: what setmaxnreg may give to all warpgroups together, per thread.
+// The SM's registers over a warpgroup's lanes: the budget of setmaxnreg for all warpgroups together, per thread.
 constexpr i32 kRegsOfLane = kRegsOfSm / kWarpgroupThreads;
 
 // The most that each thread of a block has at entry if the SM holds no other block; registers come in eights.

@@ -23,7 +23,7 @@ constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
 MLA_DEVICE constexpr i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; }
 MLA_DEVICE float negative_infinity() { return __int_as_float(0xff800000); }
 
-// A byte address in this block's shared-memory window (32 bits), as PTX takes it.
+// A byte address in this block's shared-memory window (32 bits), the operand type of PTX.
 struct SmemAddr {
     u32 value;
     MLA_DEVICE SmemAddr operator+(u32 bytes) const { return SmemAddr{value + bytes}; }

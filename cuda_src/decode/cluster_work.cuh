@@ -1,16 +1,16 @@
-// How the clusters of a launch divide a batch among themselves: each finds its share in the lengths, so no schedule is
+// Divides a batch among the clusters of a launch: each cluster derives its share from the lengths, so no schedule is
 // launched before.
 //
-// A request gets as many clusters as make the longest share as short as possible, but none a share of fewer than
-// kMinTilesPerBlock tiles per block unless it is the only one: merging in global memory costs about as much as a tile.
-// The blocks of a cluster cut its share into equal intervals.
+// Clusters are assigned to requests so that the longest share is as short as possible. No share has fewer than
+// kMinTilesPerBlock tiles per block unless it is the request's only one, because a merge in global memory costs about
+// as much as a tile. The blocks of a cluster cut its share into equal intervals.
 #pragma once
 #include "attention/decode_params.cuh"
 
 namespace mla::decode {
 using namespace attention;
 
-constexpr i32 kMaxClusters = kWarpThreads;  // that may share requests: a lane knows a request
+constexpr i32 kMaxClusters = kWarpThreads;  // clusters that may share requests: one request per lane
 constexpr i32 kMinTilesPerBlock = 2;
 
 struct ClusterShare {
@@ -22,7 +22,7 @@ struct ClusterShare {
 struct TileRange {
     i32 begin, end;
 
-    // Piece `i` of `count`, whose sizes differ by one at most.
+    // Piece `i` of `count`; sizes differ by at most one.
     MLA_DEVICE TileRange piece(i32 i, i32 count) const {
         const i32 step = (end - begin) / count, rest = (end - begin) % count;
         const i32 first = begin + i * step + min(i, rest);
@@ -53,7 +53,8 @@ MLA_DEVICE i32 least_limit(i32 units, bool request, i32 b, i32 clusters) {
     return low;
 }
 
-// The share of a cluster of `kBlocks`, by a whole warp; false if there is none. A unit is a tile for each block.
+// Computes the share of a cluster of `kBlocks`, called by a whole warp; false if there is none. A unit is one tile per
+// block.
 template <i32 kBlocks>
 MLA_DEVICE bool find_share(const DecodeParams& p, i32 cluster, ClusterShare& share) {
     const i32 lane = threadIdx.x % kWarpThreads;

@@ -1,8 +1,8 @@
 // Merges the pieces of the requests of a batch-invariant schedule (decode/schedule_pieces.cu).
 //
-// Grid: x: teams of 128 threads, which share the rows of all requests, y: the columns of a row that has as many pieces
-// as there can be; a request with fewer pieces has fewer columns. A row is merged in an order that depends on its
-// number of pieces only. The merge itself is in attention/merge_partials.cuh.
+// Grid: x = teams of 128 threads, which divide the rows of all requests; y = columns of a row with the most possible
+// pieces. A request with fewer pieces has fewer columns. The order of a row's merge depends on its number of pieces
+// only. attention/merge_partials.cuh does the merge.
 #include "attention/merge_partials.cuh"
 #include "attention/pieces.cuh"
 #include "attention/query_groups.cuh"

@@ -2,8 +2,8 @@
 //
 //   s = q k^T * scale,   p = exp2(s log2(e) - m),   o = sum p v / sum p,   lse = ln 2 (m + log2 sum p)
 //
-// Grid: x = blocks of 8 query rows, y = splits (attention/split_work.cuh). See attention/generic_records.cuh. It takes
-// all forms of attention/query_groups.cuh: speed is not what it is for.
+// Grid: x = blocks of 8 query rows, y = splits (attention/split_work.cuh). See attention/generic_records.cuh. It
+// supports all optional inputs of attention/query_groups.cuh, and is not built for speed.
 #include "attention/generic_records.cuh"
 
 namespace mla::decode {

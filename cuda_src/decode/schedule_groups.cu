@@ -1,16 +1,16 @@
-// Divides the queries of a batch into groups, and cuts the tiles that these see into splits: the schedule of the
-// builds with optional inputs (attention/query_groups.cuh).
+// Divides the queries of a batch into groups and cuts the groups' tiles into splits: the schedule of builds with
+// optional inputs (attention/query_groups.cuh).
 //
-// One block. A thread counts the groups of some consecutive sequences; sums over the threads before it say where in the
-// list they go. Where queries are packed, those of no sequence come in groups, too, that see no token: as if there were
-// a sequence without tokens before the first one, and one after the last one. Then attention/split_schedule.cuh cuts
-// the groups, of which the kernel knows how many there are, while the host knows only how many there may be.
+// One block. A thread counts the groups of some consecutive sequences; prefix sums over the threads give their places
+// in the list. Packed queries outside all sequences form groups as well, which see no token: it is as if a sequence
+// without tokens stood before the first one and after the last one. Then attention/split_schedule.cuh cuts the groups.
+// The kernel knows their number; the host only knows its maximum.
 //
 // The groups of a sequence read the same keys, and should do so at the same time, so that the second one finds them in
-// the L2: one after another in a split, each would read them from memory. So sequences with as many groups as each
-// other, from 2 to 4, have a part of the list: the first groups of all of them, then the second ones, and so on. Cuts
-// at equal distances then fall into the same places of each of these rows, which begin with another sequence where the
-// distance of two rows is no multiple of that of two cuts.
+// L2: one after another in a split, each would read them from memory. Sequences with an equal number of groups, from 2
+// to 4, therefore form a section of the list: the first groups of all of them, then the second ones, and so on.
+// Equidistant cuts then fall into the same places of each of these rows. Where the distance between rows is not a
+// multiple of the distance between cuts, rows start with another sequence.
 //
 // A variant cuts each group alone, batch-invariant: attention/pieces.cuh.
 #include "attention/pieces.cuh"
@@ -53,8 +53,8 @@ struct QueryRange {
 };
 
 // Whatever `cu_seqlens_q` claims, the ranges of all sequences follow one another within [0, s_q]: each begin is the
-// largest of those so far. With packed queries sequence 0 is what comes before the first one of the batch, and sequence
-// b + 1 what comes after the last one.
+// largest one so far. With packed queries sequence 0 holds the queries before the batch's first sequence, and sequence
+// b + 1 the queries after the last.
 struct Sequences {
     const DecodeScheduleGroupsParams& p;
 
@@ -68,8 +68,8 @@ struct Sequences {
     }
 };
 
-// Calls `visit(range, request)` for the sequences [first, last) of `Sequences::count`, where the largest begin before
-// them is `reached`; the request of packed queries that are none's is outside [0, b). Returns the end that was reached.
+// Calls `visit(range, request)` for the sequences [first, last) of `Sequences::count`; `reached` is the largest start
+// before them. Packed queries of no sequence get a request outside [0, b). Returns the end that was reached.
 template <class Visit>
 MLA_DEVICE i32 visit_sequences(const Sequences& all, i32 first, i32 last, i32 reached, Visit visit) {
     const DecodeScheduleGroupsParams& p = all.p;
@@ -86,7 +86,7 @@ MLA_DEVICE i32 visit_sequences(const Sequences& all, i32 first, i32 last, i32 re
 }
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
-constexpr i32 kMostRows = 4;  // of groups: sequences with more of them, or with one, are listed one after another
+constexpr i32 kMostRows = 4;  // rows of groups: sequences with more groups, or with one, are listed one after another
 
 // Numbers of sequences with 2, 3 and 4 groups, 21 bits each.
 constexpr i32 kCountBits = 21, kMostCounted = (1 << kCountBits) - 1;
@@ -149,7 +149,7 @@ MLA_DEVICE i32 turned_by(const DecodeScheduleGroupsParams& p, i32 num_groups, i3
     return (i32)((next_cut * num_groups + splits / 2) / splits - distance) % size;
 }
 
-// What comes before a sequence: sequences in rows, and groups of all others.
+// Totals before a sequence: sequences in rows, and groups of all others.
 struct Before {
     Counts in_rows;
     i32 others;
@@ -198,7 +198,7 @@ MLA_DEVICE i32 write_groups(const DecodeScheduleGroupsParams& p, GroupStorage& s
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-// To the schedule a group is a request of as many tokens as are in its tiles.
+// To the schedule a group is a request with the tokens of its tiles.
 struct Groups {
     const DecodeScheduleGroupsParams& p;
     SchedulePoint* schedule;

@@ -1,4 +1,4 @@
-// The batch-invariant schedule of requests whose lengths are in memory: see attention/pieces.cuh.
+// The batch-invariant schedule of requests with lengths in memory: see attention/pieces.cuh.
 //
 // One block.
 #include "attention/pieces.cuh"

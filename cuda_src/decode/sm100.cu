@@ -8,8 +8,8 @@
 // Grid: x = row blocks of all KV heads (up to 64 rows each, of s_q * h_q / h_kv), y = splits. One block per SM iterates
 // over the work items of its split (attention/split_work.cuh).
 //
-// Rows are the narrow side of both products, so that few of them are not padded to the tensor cores' 128. One warp
-// keeps two tiles of keys in flight, one thread issues the products of scores, another one those of values:
+// Rows are the narrow side of both matmuls, so that few rows need no padding to the tensor cores' 128. One warp keeps
+// two tiles of keys in flight, one thread issues the score matmuls, another the value matmuls:
 //
 //   load     |    K 2    |          K 3          | ...
 //   scores   | S 1       |       S 2             | ...
@@ -18,8 +18,8 @@
 //
 // The roles are in decode/sm100.cuh.
 //
-// Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025), following maxima lazily FlashAttention
-// 4's. What differs: two issuing threads, and K's groups of columns, which are released one product at a time.
+// Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025), lazily updated maxima FlashAttention
+// 4's. Here two threads issue, and K's groups of columns are released one product at a time.
 #include "decode/sm100.cuh"
 
 // Keys have RoPE columns unless a variant says otherwise.

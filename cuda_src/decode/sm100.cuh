@@ -24,12 +24,12 @@ static_assert(kScoresWarp == kQueryWarp + kQueryThreads / kWarpThreads, "one war
 static_assert(kTileTokens == kSw128Rows, "a tile is 64 tokens");
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-// A tile arrives in groups, each scored as soon as it is there: the RoPE columns, if any, then 128 columns at a time.
-// Of the values each group is a product of its own, after which it is released.
+// A tile arrives in groups, each scored on arrival: the RoPE columns, if any, then 128 columns at a time. Each group of
+// values is a separate product and is released after it.
 constexpr i32 kTileDims = 128;  // of the values: the rows of a product
 constexpr i32 kDimTiles = kHeadDimV / kTileDims;
 
-// What follows from the keys' tiles.
+// Constants that follow from the keys' tiles.
 template <class Element_, i32 kBlockRows_, class Tile_, bool kTree_>
 struct ConfigOf : Tile_ {
     using Element = Element_;  // of results
@@ -37,7 +37,7 @@ struct ConfigOf : Tile_ {
     using Tile = Tile_;
     static constexpr i32 kBlockRows = kBlockRows_;
     static constexpr bool kTree = kTree_;
-    static constexpr i32 kStagesQ = kBlockRows <= 32 ? 2 : 1;  // what fits
+    static constexpr i32 kStagesQ = kBlockRows <= 32 ? 2 : 1;  // two fit for few rows
     static constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kBlockRows>;
     static constexpr i32 kSwTilesPerDimTile = kTileDims / Tile::kSwTileColumns;
     static constexpr i32 kRopeGroups = Tile::kSwTilesRope;
@@ -67,7 +67,7 @@ struct WideTile : KeyTile<kHeadDimQk> {
 template <class Element, i32 kBlockRows, i32 kHeadDimQk, bool kTree>
 struct Config : ConfigOf<Element, kBlockRows, WideTile<kHeadDimQk>, kTree> {};
 
-// Where a role is: S has two stages, keys may have more.
+// A role's position: S has two stages, keys may have more.
 constexpr i32 kStagesS = 2;
 
 template <class C>
@@ -197,7 +197,7 @@ struct Storage : CodeRows<C> {
 // Softmax: within the warpgroup.
 enum NamedBarrier : i32 { Softmax = 1 };
 
-// By one thread, before the block's first barrier.
+// Called by one thread, before the block's first barrier.
 template <class C>
 MLA_DEVICE void init_storage(Storage<C>& s) {
     for (i32 stage = 0; stage < C::kStages; ++stage) {
@@ -212,7 +212,7 @@ MLA_DEVICE void init_storage(Storage<C>& s) {
     s.nonfinite_request = -1;
 }
 
-// What every role knows.
+// State shared by all roles.
 template <class C>
 struct Block : RowBlock<C::kBlockRows, typename MaskedWork<C::kTree, ScheduledWork>::Type> {
     using Rows = RowBlock<C::kBlockRows, typename MaskedWork<C::kTree, ScheduledWork>::Type>;
@@ -221,7 +221,7 @@ struct Block : RowBlock<C::kBlockRows, typename MaskedWork<C::kTree, ScheduledWo
 
     MLA_DEVICE Block(const DecodeParams& p, Storage<C>& s) : Rows(p), s(s) {}
 
-    // Of a kernel in FP8.
+    // Parameters of an FP8 kernel.
     MLA_DEVICE const DecodeFp8Params& params() const { return static_cast<const DecodeFp8Params&>(this->p); }
 };
 
@@ -287,7 +287,7 @@ MLA_DEVICE void for_each_tile(const Block& block, Process process) {
     }
 }
 
-// One product, of as many elements along the sum as have 32 bytes.
+// One product: 32 bytes of elements along the sum.
 template <class C>
 MLA_DEVICE constexpr InstructionDesc product_shape(u32 m, Major a) {
     if constexpr (C::kCodes) {
@@ -330,8 +330,8 @@ MLA_DEVICE void issue_values(TmemAddr d, const u8* values, const u8* p, bool acc
     }
 }
 
-// Scores and values are issued by two threads, so that neither waits for what the other one needs: keys that have
-// arrived are scored before P of the tile before is there, and are released without a wait for the next ones.
+// Two threads issue scores and values, so that neither waits for the other's operands: keys that have arrived are
+// scored before P of the previous tile is ready, and are released without waiting for the next ones.
 template <class C>
 MLA_DEVICE void run_scores_role(const Block<C>& block, TmemAddr tmem) {
     if (!elect_issuer()) return;
@@ -382,8 +382,8 @@ MLA_DEVICE void run_values_role(const Block<C>& block, TmemAddr tmem) {
 }
 
 // ---- Softmax role ----------------------------------------------------------------------------------------------
-// A thread's share of a tile, and where the role is. A thread has two keys, eight apart, and two of every eight rows:
-// what it would have of a product of WGMMA.
+// A thread's share of a tile, and its role's position. A thread has two keys, eight apart, and two of every eight rows,
+// as in a WGMMA accumulator.
 template <class C>
 struct Math {
     static constexpr i32 kRows = C::kBlockRows;
@@ -409,8 +409,8 @@ MLA_DEVICE void load_scores(Storage<C>& s, Math<C>& math, TmemAddr lanes, i32 th
     pin_loaded(math.scores);
     tcgen05_fence_before_thread_sync();
     release(s.s_empty[s_stage], thread);
-    // What the load role stored beside the tile, and the values, which sanitize_v may change: a commit need not pass on
-    // what its thread has waited for. RoPE columns may have made room for others by now.
+    // Makes visible what the load role stored next to the tile, and the values, which sanitize_v may change: a commit
+    // need not pass on what its thread has waited for. The RoPE columns may be overwritten by now.
 #pragma unroll
     for (i32 group = C::kRopeGroups; group < C::kGroups; ++group) {
         mbarrier_wait(s.kv_full[stage][group], math.at.keys.ring.full_parity(stage));
@@ -471,7 +471,7 @@ MLA_DEVICE void process_tile(const Block<C>& block, Math<C>& math, const WorkIte
 }
 
 // ---- Results ---------------------------------------------------------------------------------------------------
-// Where each row of the block begins: a lane computes those of rows `lane`, `lane` + 32.
+// Start of each row of the block: a lane computes rows `lane` and `lane` + 32.
 template <class C>
 struct RowOffsets {
     static constexpr i32 kRowsOfLane = ceil_div(C::kBlockRows, kWarpThreads);
@@ -489,7 +489,7 @@ struct RowOffsets {
         }
     }
 
-    // Of row `first` + `more`; `first` is a constant, and both are of one lane's index.
+    // Offset of row `first` + `more`; `first` is a constant, and one lane index holds both rows.
     MLA_DEVICE i64 at(i32 first, i32 more) const {
         return __shfl_sync(kFullWarp, of[first / kWarpThreads], first % kWarpThreads + more);
     }
@@ -545,7 +545,7 @@ MLA_DEVICE void store_dims(Element, u16* to, const float (&x)[2][kRows / 2], con
     }
 }
 
-// The result of a work item. A row's statistics are finished by one thread, since that takes divisions.
+// The result of a work item. One thread finishes a row's statistics, since that needs divisions.
 template <class C>
 MLA_DEVICE void store_result(const Block<C>& block, const Math<C>& math, const WorkItem& item, TmemAddr lanes,
                              i32 thread) {
@@ -557,7 +557,7 @@ MLA_DEVICE void store_result(const Block<C>& block, const Math<C>& math, const W
     if constexpr (C::kCodes) {
         store_warp_sums<kRows>(s.rounded_sums[thread / kWarpThreads], math.codes.rounded_sum, thread);
     }
-    if (thread < 4) {  // which hold every row
+    if (thread < 4) {  // these threads hold every row
 #pragma unroll
         for (i32 k = 0; k < kHeadsOfThread<kRows>; ++k) s.stats.max[kth_head(k, thread)] = math.heads.max.value[k];
     }

@@ -1,4 +1,4 @@
-// What dense decode in FP8 on Blackwell has of its own: keys, queries and P in e4m3 (decode/sm100_fp8.cu).
+// Parts specific to FP8 dense decode on Blackwell: keys, queries and P in e4m3 (decode/sm100_fp8.cu).
 #pragma once
 #include "attention/fp8_query_rows.cuh"
 #include "attention/head_results.cuh"
@@ -36,7 +36,7 @@ template <class C, bool kCodes = C::kCodes>
 struct CodeRows {};
 template <class C>
 struct CodeRows<C, true> {
-    float q_factors[C::kStagesQ][C::kBlockRows];  // what scores of a row of Q's codes are multiplied by
+    float q_factors[C::kStagesQ][C::kBlockRows];  // factors of the scores of Q's rows
     float rounded_sums[kWarpgroupWarps][C::kBlockRows];
 };
 
@@ -46,7 +46,7 @@ struct CodeState {};
 template <class C>
 struct CodeState<C, true> {
     RingPosition<C::kStagesQ> q_at;
-    HeadValues<C::kBlockRows> rounded_sum;  // of the weights as P has them, by which O is divided
+    HeadValues<C::kBlockRows> rounded_sum;  // of the rounded weights in P; the divisor of O
 };
 
 // ---- Query role ------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ struct CodeQueryPlace {
     }
 };
 
-// So many rows of a warp are in flight before the first one is stored.
+// Rows of a warp in flight before the first one is stored.
 constexpr i32 kQueryRowsTogether = 4;
 
 // A warp's rows from `first` on, `warps` apart.
@@ -117,7 +117,7 @@ MLA_DEVICE void scale_scores(Storage& s, Math& math, const WorkItem& item, i32 t
     at.advance();
 }
 
-// As HeadState::move_max, with weights that e4m3 holds.
+// HeadState::move_max for weights in e4m3.
 template <class Math, class Maxima>
 MLA_DEVICE auto move_code_maxima(Math& math, const Maxima& warps, float scale_log2, i32 thread) {
     HeadValues<Math::kRows> scale;
@@ -167,8 +167,8 @@ MLA_DEVICE void store_code_weights(Math& math, u8* p, float scale_log2, i32 thre
     fence_proxy_async();
 }
 
-// 0 * NaN is not 0: NaN becomes 0 in what not every row of the block sees, and what is not there zeros. A row that sees
-// NaN is NaN by its score. The proxy fence after P covers these writes, too.
+// 0 * NaN is not 0: NaN becomes 0 in tokens that not every row of the block sees, and absent tokens become zeros. A row
+// that sees NaN is NaN by its score. The proxy fence after P covers these writes, too.
 MLA_DEVICE void sanitize_codes(u8* keys, const WorkItem& item, i32 tile, i32 thread) {
     const i32 first = max(item.seen_by_all - tile * kTileTokens, 0), end = item.tokens - tile * kTileTokens;
     if (first >= kTileTokens) return;
@@ -184,7 +184,7 @@ MLA_DEVICE void sanitize_codes(u8* keys, const WorkItem& item, i32 tile, i32 thr
 }
 
 // ---- Results ---------------------------------------------------------------------------------------------------
-// By one thread per row: its factor, and its log-sum-exp. O is divided by the sum of what it was summed with.
+// Called by one thread per row: its factor and log-sum-exp. O is divided by the sum of the weights that formed it.
 template <class Block>
 MLA_DEVICE void finish_code_row(const Block& block, const WorkItem& item,
                                 const float (&sums)[kWarpgroupWarps][Block::kRows], i32 row) {

@@ -1,15 +1,15 @@
 // Dense MLA decode on Blackwell with both products in FP8, over records of e4m3 with one scale for all.
 //
-//   S^T = K Q^T * scale               (64 x 576) (576 x rows) per tile of 64 tokens; Q in e4m3, with a scale for each
-//   row P^T = 2^(4 + S^T log2(e) - m)     m: running maximum of each row; in e4m3 l = sum of P,  O^T = V^T P^T (512 x
-//   64) (64 x rows), in tensor memory; V is K's first 512 columns out = O / l,   lse = ln 2 (m - 4 + log2 of the sum of
-//   P before it is rounded)
+//   S^T = K Q^T * scale               (64 x 576) (576 x rows) per tile of 64 tokens; Q in e4m3, with a scale per row
+//   P^T = 2^(4 + S^T log2(e) - m)     m: running maximum of each row; in e4m3
+//   l = sum of P,  O^T = V^T P^T      (512 x 64) (64 x rows), in tensor memory; V is K's first 512 columns
+//   out = O / l,   lse = ln 2 (m - 4 + log2 of the sum of P before it is rounded)
 //
-// Grid, roles and time line are those of decode/sm100.cu, and so is the code (decode/sm100.cuh): codes lie in SW128
-// tiles as 16-bit elements do, with 128 columns in each. A tile has half of the bytes, so four of them are in flight.
-// What differs is in decode/sm100_codes.cuh.
+// Grid, roles, time line and code are decode/sm100.cu's (decode/sm100.cuh): codes lie in SW128 tiles as 16-bit elements
+// do, with 128 columns in each. A tile has half of the bytes, so four of them are in flight. decode/sm100_codes.cuh has
+// the differences.
 //
-// Source: as decode/sm100.cu. Tensor cores take V of 8 bits by tokens or by columns, so nothing is transposed.
+// Source: as decode/sm100.cu. Tensor cores accept 8-bit V by tokens or by columns, so nothing is transposed.
 #include "attention/token_record.cuh"
 #include "decode/sm100.cuh"
 

@@ -14,12 +14,12 @@
 //   softmax  |  P j   |  P j+1          |  P j+2
 //   values   |        |  V j+1          |  V j+2          | as columns are multiplied
 //
-// Values that not every row of the pair sees are made finite between their arrival and their product, by the softmax,
-// for which such a tile's values are counted by a barrier of the block instead of the leader's.
+// Values that not every row of the pair sees are made finite between their arrival and their product, by the softmax. A
+// barrier of the block instead of the leader's counts such a tile's values for it.
 //
 // Source: a pair of SMs with the keys split for the scores and the value columns split for the result is the plan of
-// CUTLASS's and FlashInfer's decode (2025). What differs: K and V in places of their own, which come and go by groups
-// of columns, and hidden values, schedules and masks as in our other kernels.
+// CUTLASS's and FlashInfer's decode (2025). Here K and V have separate buffers, which are filled and released by groups
+// of columns, and hidden values, schedules and masks are handled as in our other kernels.
 #include "decode/sm100_joint.cuh"
 
 // Keys have RoPE columns unless a variant says otherwise.

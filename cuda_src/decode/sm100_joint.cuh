@@ -1,5 +1,5 @@
-// Dense decode with joint products of a pair on Blackwell: the roles that load, masks, and values that not every row
-// sees. See decode/sm100_joint.cu; products, softmax and most barriers are those of attention/sm100/joint.cuh.
+// Dense decode with joint products of a pair on Blackwell: the load roles, masks, and values that not every row sees.
+// See decode/sm100_joint.cu; products, softmax and most barriers come from attention/sm100/joint.cuh.
 #pragma once
 #include "attention/sm100/joint.cuh"
 #include "attention/sm90/nonfinite_values.cuh"
@@ -39,7 +39,7 @@ struct JointConfig {
 // present_empty[s]  softmax warps (4)      -                    keys           free, the same
 // v_own             values (1)             V of the block       softmax        blocked, a phase per tile to mend
 //
-// v_full of a tile to mend carries nothing: its values are there once p_full is.
+// v_full of a tile to mend carries nothing: p_full covers its values.
 template <class C>
 struct DecodeStorage : JointStorage<C> {
     u64 present[kStages][kHalves];  // bit t: the page of key t is in the pool
@@ -54,7 +54,8 @@ MLA_DEVICE void init_storage(DecodeStorage<C>& s) {
     init_joint_storage(s, kQueryThreads);
 }
 
-// What every role knows. The pair's first row decides what every row sees: values are multiplied with all rows of both.
+// State shared by all roles. Values are multiplied with all rows of the pair, so the pair's first row decides which
+// tokens every row sees.
 template <class C>
 struct JointBlock : RowBlock<kJointHeads> {
     DecodeStorage<C>& s;
@@ -69,7 +70,8 @@ struct JointBlock : RowBlock<kJointHeads> {
     MLA_DEVICE WorkIterator items() const { return WorkIterator(p, split, hidden); }
 };
 
-// Whether some row of the pair does not see a key of the joint tile from tile `tile` on: its values are made finite.
+// Returns true if some row of the pair does not see a key of the joint tile from tile `tile` on: its values are then
+// made finite.
 MLA_DEVICE bool is_to_mend(const WorkItem& item, i32 tile) {
     return item.seen_by_all < min(tile + kHalves, item.tile_end) * kTileTokens;
 }
@@ -90,8 +92,8 @@ MLA_DEVICE void load_sw_tiles(const JointBlock<C>& block, const TileBoxes& boxes
     }
 }
 
-// Calls load(boxes, half, tile) for each half of the joint tiles, also for one behind the item's last tile, whose pages
-// are absent: it becomes zeros, which do not count.
+// Calls load(boxes, half, tile) for each half of the joint tiles. A half behind the item's last tile has absent pages
+// and becomes zeros, which do not count.
 template <class Load>
 MLA_DEVICE void for_halves(const TileBoxes& boxes, const WorkItem& item, i32 tile, Load load) {
     const i32 half = (tile - item.tile_begin) % kHalves;
@@ -104,7 +106,7 @@ MLA_DEVICE void for_halves(const TileBoxes& boxes, const WorkItem& item, i32 til
     }
 }
 
-// K, of which a block has half of the keys. It also says which keys of both halves there are.
+// Loads K: a block has half of the keys. Also records which keys of both halves exist.
 template <class C>
 struct KeysLoader {
     const JointBlock<C>& block;
@@ -140,7 +142,7 @@ struct KeysLoader {
     }
 };
 
-// V, of which a block has half of the columns.
+// Loads V: a block has half of the columns.
 template <class C>
 struct ValuesLoader {
     const JointBlock<C>& block;
@@ -170,7 +172,7 @@ struct ValuesLoader {
     }
 };
 
-// In the block that issues nothing: tells the leader that Q of each work item is there.
+// In the block that issues nothing: tells the leader that Q of each work item has arrived.
 template <class C>
 MLA_DEVICE void pass_on_queries(const JointBlock<C>& block) {
     if (!elect_one()) return;
@@ -185,7 +187,7 @@ MLA_DEVICE void pass_on_queries(const JointBlock<C>& block) {
 }
 
 // ---- Softmax ---------------------------------------------------------------------------------------------------
-// Masks keys that are not there (bit = key).
+// Masks absent keys (bit = key).
 MLA_DEVICE void mask_keys_absent(float (&scores)[kTileKeys], u64 present) {
     if (present == ~0ull) return;
 #pragma unroll
@@ -227,7 +229,7 @@ struct DecodeSoftmax : JointSoftmax<C, DecodeStorage<C>> {
         for (i32 group = 0; group < kValueGroups; ++group) {
             const i32 first = (tile + group % kHalves) * kTileTokens;
             if (item.seen_by_all >= first + kTileTokens) continue;
-            i32 ignored;  // whether there were others: all that rows see is looked at again
+            i32 ignored;  // fixup_nonfinite checks all visible tokens again
             sm90::sanitize_rows<typename C::Element, kJointGroupSwTiles>(s.v[group * kJointGroupSwTiles],
                                                                          max(item.seen_by_all - first, 0),
                                                                          item.tokens - first, ignored, 0, thread);
@@ -247,7 +249,7 @@ struct DecodeSoftmax : JointSoftmax<C, DecodeStorage<C>> {
         }
         this->store(item, heads, item.tile_begin < item.tile_end);
         if (item.seen_by_all < min(item.tokens, item.tile_end * kTileTokens)) {
-            bar_sync(kAllSoftmax, kWarpgroupThreads);  // other threads add to what these have stored
+            bar_sync(kAllSoftmax, kWarpgroupThreads);  // other threads add to these threads' stores
             sm90::fixup_nonfinite<typename C::Element, kHeadDimV>(block, item, 0, thread);
         }
     }

@@ -5,9 +5,9 @@
 //   l = sum of P,  O^T = V^T P^T  (512 x 64) (64 x rows), in tensor memory; V is K's first 512 columns
 //   out = O / l,   lse = ln 2 (m + log2 l)
 //
-// Grid: x = blocks of 32 or 64 query rows, those of all s_q tokens, y = splits. One block per SM iterates over the work
-// items of its split (attention/split_work.cuh). Sparse decode's kernel (sparse_decode/sm100.cu), whose tokens are
-// those of a block table: its page has the schedule. The roles are in attention/sm100/records.cuh.
+// Grid: x = blocks of 32 or 64 query rows of all s_q tokens, y = splits. One block per SM iterates over the work items
+// of its split (attention/split_work.cuh). The kernel is sparse decode's (sparse_decode/sm100.cu) with tokens from a
+// block table; that page has the schedule. The roles are in attention/sm100/records.cuh.
 //
 // Source: as sparse_decode/sm100.cu.
 #include "attention/sm100/records.cuh"
@@ -26,10 +26,10 @@ MLA_RECORDS_SM100_FACTS(C);
 
 // ---- Masks -----------------------------------------------------------------------------------------------------
 // Makes V finite where not every row of the block sees the token: the proxy fence after P covers these writes, too. A
-// row that does see NaN in a latent has a score of NaN, and so is NaN as a whole: nothing has to be given back.
+// row that does see NaN in a latent has a score of NaN, and so is NaN as a whole: nothing needs to be restored.
 MLA_DEVICE void sanitize_values(u8* keys, const WorkItem& item, i32 tile, i32 thread) {
     const i32 first = tile * kTileTokens;
-    if (item.seen_by_all >= min(first + kTileTokens, item.tokens)) return;  // what is not there is zeros
+    if (item.seen_by_all >= min(first + kTileTokens, item.tokens)) return;  // absent rows are zeros
     i32 found;
     sanitize_rows<C::Latent, attention::sm100::kSwTilesV>(keys, max(item.seen_by_all - first, 0), item.tokens - first,
                                                           found, item.request, thread);

@@ -10,8 +10,8 @@
 // that loads tiles by TMA, see attention/sm90/fp8.cuh.
 //
 // Source: two warpgroups that each own half of the output are FlashMLA's idea; sums that leave the tensor cores before
-// they lose bits, DeepGEMM's. What differs: no pass transposes values, and each tile's weights have a maximum of their
-// own (cuda_src/decode/fp8.md).
+// they lose bits, DeepGEMM's. Here no pass transposes values, and each tile's weights have their own maximum
+// (cuda_src/decode/fp8.md).
 #include "attention/prefetch_inputs.cuh"
 #include "attention/sm90/fp8.cuh"
 #include "attention/token_record.cuh"
@@ -22,7 +22,7 @@
 #ifndef MLA_TREE_MASK
 #define MLA_TREE_MASK 0
 #endif
-// Terms in e4m3 whose sum is a weight, and a query that came in 16 bits: one, or two if a variant says so.
+// Number of e4m3 terms that sum to a weight, and to a query that came in 16 bits: one or two.
 #ifndef MLA_TERMS
 #define MLA_TERMS 1
 #endif
@@ -40,7 +40,7 @@ using OwnBlock = Fp8Block<BlockStorage>;
 // right     4..7     232   240          odd tiles;  O[:, 256:]
 // load      8        40    24           tiles, page by page; 9..11 have nothing to do
 //
-// Of 64 rows, O, two sums under way, their operands and factors are 224 numbers of a math thread.
+// With 64 rows, a math thread holds 224 numbers: O, two sums in flight, their operands and factors.
 constexpr i32 kBlockThreads = 3 * kWarpgroupThreads;
 constexpr i32 kLoadWarp = 2 * kWarpgroupWarps;
 constexpr bool kWide = MLA_BLOCK_ROWS == kFp8MmaRows;
@@ -94,9 +94,9 @@ struct TileLoader {
 };
 
 // ---- Before the wait -------------------------------------------------------------------------------------------
-// `prefetch_inputs` of attention/prefetch_inputs.cuh, of queries in one byte or two: what roles read one after another
-// at their start comes into L2 all at once. PERF(H200, 2026-11-27: 16.15 to 15.97 us with one request, no change with
-// four, 58.2 to 58.6 with 16, of which the first blocks read a small share).
+// `prefetch_inputs` of attention/prefetch_inputs.cuh for 8-bit or 16-bit queries: brings the inputs that roles read one
+// after another at their start into L2 all at once. PERF(H200, 2026-11-27: 16.15 to 15.97 us with one request, no
+// change with four, 58.2 to 58.6 with 16, where the first blocks read a small share).
 MLA_DEVICE void prefetch_fp8_inputs(const DecodeParams& p) {
     constexpr i32 kMostRequests = 4;
     constexpr i32 kLineBytes = 128, kWords = kLineBytes / sizeof(i32), kPoints = kLineBytes / sizeof(SchedulePoint);

@@ -1,10 +1,9 @@
-// Rows with huge scores, for the seesaw: its loops over tiles have no instruction to spare for them, and run as if
-// there were none. Once all results are stored, the query warps, which have nothing left to do, attend to such rows
-// once more, in plain code.
+// Rows with huge scores, for the seesaw. Its loops over tiles have no instruction to spare for them and ignore them.
+// Once all results are stored, the query warps, which are idle by then, recompute such rows in plain code.
 //
-// A branch in the loops costs 3 to 6 %; code for huge rows in the math warpgroups changes the order of the loops'
-// instructions, which cost 4 to 7 % (decode of 128 heads on an H200). So does a division here, whose slow path is a
-// call.
+// A branch in the loops costs 3 to 6 %; code for huge rows in the math warpgroups changes the instruction order of the
+// loops, which costs 4 to 7 % (decode of 128 heads on an H200). A division here has the same effect, because its slow
+// path is a call.
 #pragma once
 #include "attention/decode_output.cuh"
 #include "attention/online_softmax.cuh"
@@ -13,7 +12,7 @@
 #include "tile/warp.cuh"
 
 namespace mla::decode {
-constexpr i32 kPairs = 4;  // of columns that a lane has at once: the query warps have few registers
+constexpr i32 kPairs = 4;  // pairs of columns per lane: the query warps have few registers
 constexpr i32 kColumnsAtOnce = 2 * kPairs * kWarpThreads;
 
 // How a row is computed again: its score with a key, by one thread, rounded as a product; and what becomes of two
@@ -41,7 +40,7 @@ MLA_DEVICE void redo_columns(const Block& block, const WorkItem& item, i32 row, 
 #pragma unroll 1
     for (i32 first = item.tile_begin * kTileTokens; first < end; first += kWarpThreads) {
         const i32 token = first + lane;
-        opaque(row);  // what follows from it is not worth registers
+        opaque(row);  // values derived from it are not worth registers
         const u16* const key = token < end ? cached_row(p, item.request, block.kv_head, token) : nullptr;
         float score = negative_infinity();
         if (key != nullptr && Work::sees(p, item, row, token)) {

@@ -1,7 +1,8 @@
 // The load role of decode/sm90_load.cuh with fewer registers: 24 are enough, where math warps need all others.
 //
-// What is the same in all lanes is in uniform registers, and of the next boxes only their pages are known in advance:
-// offsets within them are divided out when the boxes are due. That is slower, and hidden where a tile takes its time.
+// Values that are equal in all lanes are in uniform registers, and only the pages of the next boxes are read in
+// advance: offsets within pages are computed by divisions when the boxes are due. That is slower, but hidden where a
+// tile takes long.
 #pragma once
 #include "decode/sm90_load.cuh"
 #include "tile/uniform.cuh"

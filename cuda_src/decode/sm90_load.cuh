@@ -15,7 +15,7 @@ constexpr i32 kLoadArrivals = 1;
 constexpr i32 kQueryThreads = 3 * kWarpThreads;
 
 // ---- Query role ------------------------------------------------------------------------------------------------
-// Where query rows go: in each stage the SW128 tiles, of the block's number of rows, and a full and an empty barrier.
+// Destination of query rows: each stage has SW128 tiles for the block's rows, a full barrier and an empty barrier.
 template <i32 kStages>
 struct QueryStages {
     u8* q;
@@ -71,7 +71,7 @@ struct ItemRows {
     MLA_DEVICE const u16* latent() const { return my_row; }
 };
 
-// `block.items()` iterates over the block's work items; `store_more(item)` stores what comes with the rows.
+// `block.items()` iterates over the block's work items; `store_more(item)` stores additional data with the rows.
 template <class Tile, class Block, i32 kStages, class StoreMore>
 MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& stages, i32 thread,
                                StoreMore store_more) {
@@ -114,8 +114,8 @@ MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& s
 // up 64 boxes at a time, two per lane, and the lane that looked up a box fetches it. The pages of the next 64 boxes are
 // read from the block table while the current ones are fetched, which hides the latency.
 //
-// Nothing is looked up past the request's end, and no page outside the pool is read: such boxes are outside the tensor,
-// for which TMA writes zeros.
+// Lookups stop at the request's end, and no page outside the pool is read: such boxes are outside the tensor, and TMA
+// writes zeros for them.
 constexpr i32 kBatchBoxes = 2 * kWarpThreads;
 constexpr i32 kAbsentPage = -1;
 

@@ -6,11 +6,11 @@
 //   out = O / l,   lse = ln 2 (m + log2 l)
 //
 // Grid: x = blocks of query rows, y = splits. One block per SM iterates over the work items of its split
-// (attention/split_work.cuh). Sparse decode's kernel for few heads, whose tokens are those of a block table, and whose
-// rows are all those of s_q tokens. The roles are in attention/sm90/small_records.cuh.
+// (attention/split_work.cuh). The kernel is sparse decode's for few heads, with tokens from a block table and rows of
+// all s_q tokens. The roles are in attention/sm90/small_records.cuh.
 //
-// Variants: a mask over drafts, optional inputs (attention/query_groups.cuh). With the latter a split holds groups of
-// queries instead of requests, masks begin where the windows of rows do, and query rows are two pieces each.
+// Variants: a mask over drafts, optional inputs (attention/query_groups.cuh). With optional inputs a split holds groups
+// of queries instead of requests, masks begin where the windows of rows do, and query rows are in two arrays.
 //
 // Source: as sparse_decode/sm90_small.cu.
 #include "attention/sm90/small_records.cuh"

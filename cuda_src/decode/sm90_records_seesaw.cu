@@ -6,8 +6,8 @@
 //   out = O / l,   lse = ln 2 (m + log2 l)
 //
 // Grid: x = blocks of 64 query rows of one token, y = splits. One block per SM iterates over the work items of its
-// split (attention/split_work.cuh). No cluster: each block dequantises for itself. Sparse decode's kernel for many
-// heads, whose tokens are those of a block table. What a block's token does not see is not read. The roles are in
+// split (attention/split_work.cuh). No cluster: each block dequantises for itself. The kernel is sparse decode's for
+// many heads, with tokens from a block table; tokens hidden from the block's query are not read. The roles are in
 // attention/sm90/seesaw_records.cuh.
 //
 // Variants: optional inputs (attention/sm90/seesaw_records_forms.cuh).

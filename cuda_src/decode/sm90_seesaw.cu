@@ -46,9 +46,9 @@ namespace mla::decode {
 template <class Tile>
 struct BoxKeys;
 
-// What a variant changes: what its blocks work at and rows see (Work), how keys arrive (Keys, Layout), what comes with
-// the query rows (load), what is hidden of a tile's scores and values (mask, Hidden), and what becomes of the output
-// before it is stored (store).
+// A variant chooses: its work items and what rows see (Work), how keys arrive (Keys, Layout), data that comes with the
+// query rows (load), the mask on scores and values (mask, Hidden), and a final step before the output is stored
+// (store).
 struct PlainCall : PlainRows {
     using Work = ScheduledWork;
     using Hidden = HiddenTokens;
@@ -101,7 +101,7 @@ constexpr i32 kRegsLoad = 56;
 static_assert(2 * kRegsMath + kRegsLoad <= 3 * kRegsEntry, "what the block has at entry");
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
-// q, kv and p_buffers are 9 + 2 * 9 + 1 SW128 tiles of 8 KB, all but 3 KB of what a block may have: so P of the odd
+// q, kv and p_buffers are 9 + 2 * 9 + 1 SW128 tiles of 8 KB, all but 3 KB of a block's shared memory. So P of the odd
 // tile takes the place of Q's RoPE columns, which the math warpgroups keep in registers during a work item.
 //
 // barrier            arrives (count)      carries       waits          first phase
@@ -113,11 +113,11 @@ static_assert(2 * kRegsMath + kRegsLoad <= 3 * kRegsEntry, "what the block has a
 // q_empty            math warps (8)       -             query          free
 // sums_ready[side]   its threads (128)    -             the other side blocked
 //
-// A warpgroup waits for the tile that it scores; it knows of the other one's by P0Ready or P1Ready, once P is there.
+// A warpgroup waits for the tile that it scores; P0Ready or P1Ready tells it that the other tile and its P are ready.
 // The right one stores P1 over Q's last columns after MaxReady: the left one has them in registers by then.
 //
-// P needs no "free" barrier: it is overwritten only after the next tile has arrived in its stage, for which both
-// warpgroups had to release that stage, and so had multiplied the previous P.
+// P needs no "free" barrier: it is overwritten only after the next tile has arrived in its stage. For that, both
+// warpgroups had to release the stage, and so had multiplied the previous P.
 struct Notes {
     u32 huge_rows[2];          // a bit for each row that may have huge scores, see decode/sm90_huge_rows.cuh
     u64 present[kStagesKV];    // bit t: the page of token t of the tile was looked up, and is in the pool
@@ -377,8 +377,8 @@ MLA_DEVICE bool find_item(const Block& block, i32 number, Work::HeldItem& item) 
     return found;
 }
 
-// At the end, on the query warps. All the block waits for them: so one look says that no row was huge. A row that was
-// huge in one of the block's work items is checked in all of them.
+// At the end, on the query warps. The whole block waits for them, so usually one look shows that no row was huge. A row
+// that was huge in one of the block's work items is checked in all of them.
 MLA_DEVICE void redo_huge_rows(const Block& block, i32 thread) {
     const u32(&huge_rows)[2] = block.s.notes.huge_rows;
     if ((huge_rows[0] | huge_rows[1]) == 0) return;
@@ -429,7 +429,7 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread) {
             total_sums<kRight>(sums, s, math, thread);
             if constexpr (!kRight) note_huge_rows(s, math.rows, thread);
             has_nonfinite = s.notes.nonfinite_request[kRight] == item.request;
-            release(s.q_empty, thread);  // only now: the next work item may overwrite what was read above
+            release(s.q_empty, thread);  // not earlier: the next work item may overwrite data that was read above
         }
         if constexpr (kRight) Call::store(block, item, math, thread);
         store_result<kRight>(block, item, math, sums, block.row0, thread);

@@ -1,5 +1,5 @@
-// The variant of decode/sm90_seesaw.cu with optional inputs (attention/query_groups.cuh): queries whose number varies
-// from request to request, a window, queries in two arrays, results that are turned back.
+// The variant of decode/sm90_seesaw.cu with optional inputs (attention/query_groups.cuh): a varying number of queries
+// per request, a sliding window, queries in two arrays, results that RoPE turns back.
 #pragma once
 #include "attention/sm90/turned_result.cuh"
 #include "attention/sm90/window_values.cuh"

@@ -1,5 +1,4 @@
-// The variant of decode/sm90_seesaw.cu where a mask says which of the last tokens, drafts that form a tree, a query
-// sees.
+// The variant of decode/sm90_seesaw.cu with a mask over the last tokens, which are drafts of a tree.
 #pragma once
 #include "attention/sm90/nonfinite_values.cuh"
 #include "attention/sm90/two_warpgroups.cuh"
@@ -17,13 +16,13 @@ struct TreeCall : PlainRows {
     using Layout = HalfLayout</*kRowsInTurn=*/false>;
     template <class Tile>
     using Keys = SwTileKeys<Tile>;
-    // What rows see of the two tiles that may have drafts comes with Q: the math warpgroups have no registers to
-    // compute it.
+    // Masks of the two tiles that may contain drafts arrive with Q: the math warpgroups have no registers to compute
+    // them.
     struct Extra {
-        u64 of_tile[2][kBlockM];  // bit t: the row sees token t; first tile: that of the first draft
+        u64 of_tile[2][kBlockM];  // bit t: the row sees token t; the first tile contains the first draft
     };
 
-    // By a thread per row.
+    // Called by one thread per row.
     template <class Block>
     MLA_DEVICE static void load(Block& block, const WorkItem& item, i32 thread) {
         if (thread >= kBlockM) return;

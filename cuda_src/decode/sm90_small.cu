@@ -10,19 +10,19 @@
 // leave room for 64 rows, and a tile arrives as a whole.
 //
 // One warpgroup does all the math, one warp keeps two tiles of keys in flight, and the query rows of the next work item
-// are loaded while the current one is processed. A tile arrives in three groups of SW128 tiles, each scored as soon as
-// it is there, and is released as a whole:
+// are loaded while the current one is processed. A tile arrives in three groups of SW128 tiles, each scored on arrival,
+// and is released as a whole:
 //
 //   math    | S^T group 0, 1, 2 | max, P | O^T += V^T P^T | S'^T group 0, 1, 2 | ...
 //   load    |        K' groups 0, 1, 2 ->                 | K'' groups 0, 1, 2 ->
 //   query   |              Q of the next work item
 //
-// Variants: a mask over drafts, optional inputs (attention/query_groups.cuh). With the latter a split holds groups of
-// queries instead of requests, masks begin where the windows of rows do, and query rows are two pieces each
-// (decode/split_rows.cuh). What a tile goes through is in decode/sm90_small.cuh.
+// Variants: a mask over drafts, optional inputs (attention/query_groups.cuh). With optional inputs a split holds groups
+// of queries instead of requests, masks begin where the windows of rows do, and query rows are in two arrays
+// (decode/split_rows.cuh). decode/sm90_small.cuh processes the tiles.
 //
-// Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025). What differs: a single math warpgroup,
-// and V^T is read from the tile of keys without a transpose.
+// Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025). Here a single math warpgroup reads V^T
+// from the tile of keys without a transpose.
 #include "common/limits.cuh"
 #include "decode/sm90_small.cuh"
 #include "decode/split_rows.cuh"
@@ -73,7 +73,7 @@ MLA_DEVICE void run_math_role(Block<Small>& block, i32 thread) {
             turn_back<Small::kBlockRows>(p, GroupedWork::of(item), block.row0, math.out[Small::kSwTilesV - 1], thread);
         }
         i32 at_end = thread, row0 = block.row0;
-        if constexpr (Small::kBlockRows > 32) {  // what follows from them would not fit beside the loops' values
+        if constexpr (Small::kBlockRows > 32) {  // values derived from them would not fit next to the loops'
             opaque(at_end);
             opaque(row0);
         }

@@ -1,5 +1,5 @@
-// Decode on Hopper for few query rows: what a tile goes through, for the kernels that differ in how they divide the
-// tokens and in where the result of a work item goes. See decode/sm90_small.cu.
+// Decode on Hopper for few query rows: the processing of a tile, for the kernels that differ in how they divide the
+// tokens and in the destination of a work item's result. See decode/sm90_small.cu.
 #pragma once
 #include "attention/prefetch_inputs.cuh"
 #include "attention/sm90/swapped.cuh"
@@ -10,8 +10,8 @@
 
 namespace mla::decode::sm90 {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-// The sizes that depend on the width of a key. As a block has more shared memory than two tiles of narrow keys take, it
-// keeps more of them in flight, by the number of its rows.
+// Sizes that depend on the width of a key. Two tiles of narrow keys leave shared memory free, so more tiles are kept in
+// flight, depending on the number of the block's rows.
 template <i32 kHeadDimQk, i32 kBlockRows, bool kNarrow = is_narrow_head_dim_qk(kHeadDimQk)>
 struct SmallTile : KeyTile<kHeadDimQk> {
     static constexpr i32 kSwTilesV = attention::sm90::kSwTilesV, kStages = kStagesKV;
@@ -83,7 +83,7 @@ struct Storage {
 // MathOnly: within the math warpgroup.
 enum NamedBarrier : i32 { MathOnly = 1 };
 
-// What every role knows.
+// State shared by all roles.
 template <class C>
 struct Block : RowBlock<C::kBlockRows, typename MaskedWork<C::kTree, typename C::Work>::Type> {
     using Rows = RowBlock<C::kBlockRows, typename MaskedWork<C::kTree, typename C::Work>::Type>;
@@ -93,7 +93,7 @@ struct Block : RowBlock<C::kBlockRows, typename MaskedWork<C::kTree, typename C:
     MLA_DEVICE Block(const DecodeParams& p, i32 index, Storage<C>& s) : Rows(p, index), s(s) {}
 };
 
-// By one thread, before the block's first barrier.
+// Called by one thread, before the block's first barrier.
 template <class C>
 MLA_DEVICE void init_storage(Storage<C>& s) {
     for (i32 stage = 0; stage < C::kStages; ++stage) {

@@ -17,9 +17,9 @@
 // per slice; the block with the last ticket merges the slices of all clusters, in their order, so that results do not
 // depend on which block is last. No block waits for one that may not have started.
 //
-// Source: clusters that merge through distributed shared memory are ClusterFusion's idea (2025), the last arriver's
-// merge that of stream-K and split-K products. What differs: columns are divided over the blocks of the cluster, so
-// that every step of the merge runs on all of them, and no block waits for another cluster.
+// Source: clusters that merge through distributed shared memory are ClusterFusion's idea (2025); the last arriver's
+// merge comes from stream-K and split-K products. Here columns are divided over the blocks of the cluster, so that
+// every step of the merge runs on all of them, and no block waits for another cluster.
 #pragma once
 #include "decode/cluster_work.cuh"
 #include "decode/sm90_small.cuh"
@@ -31,7 +31,7 @@ namespace mla::decode::sm90 {
 template <class Base, i32 kClusterBlocks_>
 struct ClusterConfig : Base {
     static constexpr i32 kClusterBlocks = kClusterBlocks_;
-    static constexpr i32 kSliceSwTiles = kSwTilesV / kClusterBlocks;  // whose columns a block finishes
+    static constexpr i32 kSliceSwTiles = kSwTilesV / kClusterBlocks;  // SW128 tiles of columns that a block finishes
     static constexpr i32 kVectors = Base::kBlockRows / 8;             // of four floats, in a thread's fragment
     static constexpr i32 kSliceVectors = kSliceSwTiles * kVectors;    // of a thread
     static_assert(kSliceSwTiles * kClusterBlocks == kSwTilesV, "slices of whole SW128 tiles");
@@ -41,7 +41,7 @@ struct ClusterConfig : Base {
 template <class C>
 using RowValues = float[C::kBlockRows];
 
-// What takes the place of the tiles of keys once all of them have been multiplied. Other blocks read the first three.
+// Overwrites the tiles of keys once all of them have been multiplied. Other blocks read the first three members.
 template <class C>
 struct Merge {
     float4 out[kSwTilesV][C::kVectors][kWarpgroupThreads];  // O^T, not normalised, as the threads held it
@@ -84,7 +84,7 @@ struct ClusterBlock : Block<C> {
     MLA_DEVICE SingleItem items() const { return SingleItem{item, false}; }
 };
 
-// By whole warps: what the block has to do; false if its cluster has no share.
+// Called by whole warps: finds the block's work; false if its cluster has no share.
 template <class C>
 MLA_DEVICE bool find_work(ClusterBlock<C>& block, i32 rank) {
     if (!find_share<C::kClusterBlocks>(block.p, block.cluster, block.share)) return false;
@@ -105,7 +105,7 @@ MLA_DEVICE bool find_work(ClusterBlock<C>& block, i32 rank) {
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
-// Where the element of a row and column of the result is in Merge::out, as floats.
+// Index in Merge::out, in floats, of a row and column of the result.
 template <class C>
 MLA_DEVICE i32 merge_element(i32 head, i32 column) {
     const i32 in_tile = column % kSw128Columns;
@@ -119,7 +119,7 @@ template <class C>
 MLA_DEVICE void keep_result(ClusterBlock<C>& block, Math<C>& math, i32 thread) {
     Storage<C>& s = block.s;
     store_warp_sums<C::kBlockRows>(s.warp_values[thread / kWarpThreads], math.heads.sum, thread);
-    bar_sync(MathOnly, kWarpgroupThreads);  // also: every warp's last product has been computed
+    bar_sync(MathOnly, kWarpgroupThreads);  // every warp's last product has also been computed
     Merge<C>& merge = merge_storage(s);
 #pragma unroll
     for (i32 sw_tile = 0; sw_tile < kSwTilesV; ++sw_tile) {
@@ -129,7 +129,7 @@ MLA_DEVICE void keep_result(ClusterBlock<C>& block, Math<C>& math, i32 thread) {
             merge.out[sw_tile][v][thread] = make_float4(x[0], x[1], x[2], x[3]);
         }
     }
-    if (thread < 4) {  // which hold every head
+    if (thread < 4) {  // these threads hold every head
 #pragma unroll
         for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
             merge.max[kth_head(k, thread)] = math.heads.max.value[k];
@@ -214,8 +214,8 @@ MLA_DEVICE void read_statistics(Merge<C>& merge, i32 thread) {
     }
 }
 
-// By one thread per head: the weight of each block's O, and the head's log-sum-exp. Not the last step where clusters
-// share the request; it is normalised all the same, as a partial result is.
+// Called by one thread per head: the weight of each block's O, and the head's log-sum-exp. Where clusters share the
+// request another step follows; the result is normalised all the same, like a partial result.
 template <class C>
 MLA_DEVICE void weigh_blocks(const ClusterBlock<C>& block, Merge<C>& merge, i32 head) {
     if (head >= C::kBlockRows) return;
@@ -301,7 +301,7 @@ MLA_DEVICE void store_final(const ClusterBlock<C>& block, const Merge<C>& merge,
 }
 
 // ---- Merge of the clusters of a request ----------------------------------------------------------------------------
-// Where the workspace has what belongs to a cluster, this row block, and a rank.
+// Index in the workspace of the slice for a cluster, this row block and a rank.
 template <class C>
 MLA_DEVICE i64 slice_index(i32 cluster, i32 rank) {
     return ((i64)cluster * gridDim.y + blockIdx.y) * C::kClusterBlocks + rank;
@@ -335,8 +335,8 @@ MLA_DEVICE void store_partial(const PartialSlice<C>& to, const Merge<C>& merge, 
     if (thread < C::kBlockRows) to.lse2[thread] = merge.lse2[thread];
 }
 
-// Whether all other clusters of the request have stored their slices of this rank. The last one resets the counter for
-// the next launch.
+// Returns true if all other clusters of the request have stored their slices of this rank. The last cluster resets the
+// counter for the next launch.
 template <class C>
 MLA_DEVICE bool take_ticket(const ClusterBlock<C>& block, Merge<C>& merge, i32 rank, i32 thread) {
     bar_sync(MathOnly, kWarpgroupThreads);  // the slice has been stored
@@ -349,7 +349,7 @@ MLA_DEVICE bool take_ticket(const ClusterBlock<C>& block, Merge<C>& merge, i32 r
     return merge.is_last;
 }
 
-// By one thread per head, from the log-sum-exps of the clusters: their weights, and the log-sum-exp of all.
+// Called by one thread per head: the weights of the clusters from their log-sum-exps, and the total log-sum-exp.
 template <class C>
 MLA_DEVICE void weigh_clusters(Merge<C>& merge, i32 count, i32 head) {
     if (head >= C::kBlockRows) return;
@@ -359,7 +359,7 @@ MLA_DEVICE void weigh_clusters(Merge<C>& merge, i32 count, i32 head) {
 #pragma unroll 1
     for (i32 g = 0; g < count; ++g) {
         float& weight = merge.cluster_weights[g][head];
-        weight = weight == negative_infinity() ? 0.f : exp2f(weight - max);  // nothing weighs nothing; a NaN stays one
+        weight = weight == negative_infinity() ? 0.f : exp2f(weight - max);  // empty: weight 0; NaN stays NaN
         sum += weight;
     }
     const float factor = sum == 0.f ? 0.f : 1.f / sum;
@@ -368,7 +368,7 @@ MLA_DEVICE void weigh_clusters(Merge<C>& merge, i32 count, i32 head) {
     merge.lse2[head] = sum == 0.f ? negative_infinity() : max + log2f(sum);
 }
 
-// The sum of the slices of all clusters of the request, in their order, so many at a time as registers hold.
+// Sums the slices of all clusters of the request in their order, kAtOnce at a time to fit the registers.
 template <class C>
 MLA_DEVICE void merge_clusters(const ClusterBlock<C>& block, Merge<C>& merge, Slice<C>& total, i32 rank, i32 thread) {
     constexpr i32 kAtOnce = C::kSliceVectors <= 4 ? 8 : 32 / C::kSliceVectors;
@@ -403,7 +403,7 @@ MLA_DEVICE void merge_clusters(const ClusterBlock<C>& block, Merge<C>& merge, Sl
 }
 
 // ---- Epilogue ----------------------------------------------------------------------------------------------------
-// By the math warpgroup, after a cluster barrier: slice `rank` of the results.
+// Called by the math warpgroup after a cluster barrier. Writes slice `rank` of the results.
 template <class C>
 MLA_DEVICE void finish_slice(const ClusterBlock<C>& block, i32 rank, i32 thread) {
     Merge<C>& merge = merge_storage(block.s);

@@ -1,11 +1,11 @@
-// Query rows of attention/query_groups.cuh, for the query role of decode/sm90_load.cuh: their RoPE columns may be an
-// array of their own, and a work item may have fewer rows than a block.
+// Query rows of attention/query_groups.cuh, for the query role of decode/sm90_load.cuh: their RoPE columns may be a
+// separate array, and a work item may have fewer rows than a block.
 #pragma once
 #include "attention/query_groups.cuh"
 #include "decode/sm90_load.cuh"
 
 namespace mla::decode {
-// load_query_rows of queries in two parts. Rows that an item lacks are not there.
+// load_query_rows for queries in two arrays. Missing rows of an item are absent.
 template <class Tile, class Block>
 MLA_DEVICE void load_split_query_rows(const Block& block, const GroupItem& item, SmemAddr q, const SplitRow& my_row,
                                       i32 first_row, i32 lane) {

@@ -1,5 +1,5 @@
-// Masks of a tile whose products have swapped operands, S^T = K Q^T, in dense decode: a thread has the scores in the
-// fragments of attention/head_softmax.cuh.
+// Masks of a tile in dense decode with swapped operands, S^T = K Q^T: a thread's scores are in the fragments of
+// attention/head_softmax.cuh.
 #pragma once
 #include "attention/head_softmax.cuh"
 #include "attention/sm90/tile.cuh"
@@ -11,7 +11,7 @@ namespace mla::decode {
 using namespace attention;
 using namespace attention::sm90;
 
-// Most tiles hide nothing. `present`: bit t says that the page of token t of the tile is in the pool.
+// Most tiles hide nothing. `present`: bit t is set if the page of token t of the tile is in the pool.
 template <class C, class Block>
 MLA_DEVICE void mask_tile(const Block& block, float (&scores)[C::kBlockRows / 2], u64 present, const WorkItem& item,
                           i32 tile, i32 thread) {

@@ -3,10 +3,10 @@
 //   P = exp2(scale_log2 Q K^T - lse2),   dP = dO V^T,   dS = P (dP - delta)
 //   dV = P^T dO,   dK = scale dS^T Q,   dQ = scale dS K
 //
-// What the workspace has for each query is ordered by rows: those of the query tiles (dense/tiles.cuh). Sequences
-// begin at multiples of kRowGroup rows, so that tiles lie aligned; a group's rows beyond its sequence have lse2 = +inf
-// and delta = 0. A tile may be read whole at any sequence's end, but what then follows is the next sequence's: rows
-// past `queries` have to be masked, whatever was read.
+// Per-query data in the workspace is ordered by the rows of the query tiles (dense/tiles.cuh). Sequences begin at
+// multiples of kRowGroup rows, so that tiles are aligned; a group's rows beyond its sequence have lse2 = +inf and delta
+// = 0. A tile may be read whole at any sequence's end, but the rows after it belong to the next sequence: rows past
+// `queries` must be masked, whatever was read.
 #pragma once
 #include "common/facts.cuh"
 #include "dense/tiles.cuh"
@@ -34,8 +34,8 @@ struct PrefillBackwardParams {
     u16* dv;                 // as v
     Schedule* schedule;      // of query tiles
     Schedule* key_schedule;  // of key tiles
-    QueryTile* tiles;        // those with most keys first
-    KeyTile* key_tiles;      // those with most queries first
+    QueryTile* tiles;        // tiles with most keys first
+    KeyTile* key_tiles;      // tiles with most queries first
     i64 q_stride_s_elems, q_stride_h_elems;
     i64 q_rope_stride_s_elems, q_rope_stride_h_elems;
     i64 k_stride_s_elems, k_stride_h_elems;
@@ -55,8 +55,8 @@ struct PrefillBackwardParams {
     i32 num_rows;                      // at most, and enough to read kTileQueries of them from any query's
     i32 q_rope_column, k_rope_column;  // where the last columns begin, in q and dq, k and dk: 0, or d_qk - kRopeColumns
     i32 k_rope_heads;                  // 1, or h_kv
-    i32 heads_at_once;                 // of queries, whose keys and values are walked together by tiles of queries
-    i32 kv_heads_at_once;              // of keys, whose queries and sums are walked together by tiles of keys
+    i32 heads_at_once;                 // query heads whose keys and values are walked together by tiles of queries
+    i32 kv_heads_at_once;              // KV heads whose queries and sums are walked together by tiles of keys
     i32 out_is_fp32;
     float scale, scale_log2;
 };
@@ -67,9 +67,9 @@ struct PrefillBackwardParams {
                   MLA_OFFSET(::mla::dense::PrefillBackwardParams, scale),                           \
                   (int)sizeof(::mla::dense::PrefillBackwardParams))
 
-// Where an element of a head's dq_sums lies. A group of 16 rows is contiguous, in the order in which a warp's
-// accumulators of m64nNk16 hold it: lane by lane four elements (two rows, two columns) of every eight columns. So a
-// tile's sums are one range, which bulk reductions add to, and a fragment goes to shared memory in 16-byte stores.
+// Offset of an element of a head's dq_sums. A group of 16 rows is contiguous, in the order of a warp's m64nNk16
+// accumulators: lane by lane four elements (two rows, two columns) of every eight columns. So a tile's sums are one
+// range for bulk reductions, and a fragment goes to shared memory in 16-byte stores.
 MLA_DEVICE constexpr i64 dq_sum_offset(i64 row, i32 column, i32 columns) {
     const i32 lane = (i32)(row % 8) * 4 + column % 8 / 2, element = (i32)(row % kRowGroup / 8) * 2 + column % 2;
     return row / kRowGroup * kRowGroup * columns + (column / 8 * kWarpThreads + lane) * 4 + element;

@@ -2,14 +2,14 @@
 //
 //   delta = sum(out * dout) - dlse,   lse2 = lse log2(e)
 //
-// Grid: x = tiles of queries (at most; the schedule knows how many), then heads, which change faster. A row's 16-byte
-// pieces are as many lanes. Where lse is infinite or huge, nothing else is read: delta is 0 and lse2 is +inf, so that
-// exp2(s - lse2) is 0. So are the rows between a sequence's last query and the next multiple of kRowGroup.
+// Grid: x = tiles of queries (at most; the schedule has their number), then heads, which change faster. One lane per
+// 16-byte piece of a row. Where lse is infinite or huge, nothing else is read: delta is 0 and lse2 is +inf, so that
+// exp2(s - lse2) is 0. The rows between a sequence's last query and the next multiple of kRowGroup get the same values.
 //
-// The sums that the kernel of keys adds to become 0 here, too: these stores run beside the loads.
+// This kernel also clears the sums that the kernel of keys adds to: these stores overlap with the loads.
 //
-// The tiles of one sequence follow from its ends: a call with one has no launch for its schedule, which the first block
-// writes for those that come after.
+// The tiles of a single sequence follow from its ends: such a call launches no schedule kernel, and the first block
+// writes the schedule for the later kernels.
 #include "dense/backward_params.cuh"
 #include "dense/one_sequence.cuh"
 #include "ptx/control.cuh"
@@ -52,7 +52,7 @@ struct DenseDeltaParams {
     i32 s_q, s_kv, h_q;
     i32 num_rows;
     i32 out_is_fp32;
-    i32 one_sequence;  // nobody has written the schedule
+    i32 one_sequence;  // 1: no schedule kernel has run
     i32 causal;
 };
 
@@ -86,7 +86,7 @@ MLA_DEVICE float partial_delta(const DenseDeltaParams& p, i64 query, i32 head, i
     return sum;
 }
 
-// By the lanes of a row; all lanes of the warp take part.
+// Called by the lanes of a row; all lanes of the warp take part.
 MLA_DEVICE Statistics statistics(const DenseDeltaParams& p, i64 query, i32 head, bool there, i32 lane) {
     const float none = negative_infinity();
     const float lse = there ? p.lse[query * p.lse_stride_s_elems + head * p.lse_stride_h_elems] : none;
@@ -105,7 +105,7 @@ MLA_DEVICE void clear(float* from, i64 first, i64 count, i64 step) {
 }
 
 // ---- One sequence ----------------------------------------------------------------------------------------------
-// Where the workspace has a tile's rows: those of the queries before the sequence come first, then its own.
+// First workspace row of a tile: queries before the sequence come first, then its own, then those after it.
 MLA_DEVICE i32 first_row(const OneSequence& one, const QueryTile& tile) {
     const i32 own = ceil_div(one.first_query, kRowGroup) * kRowGroup;
     const i32 after = own + ceil_div(one.queries, kRowGroup) * kRowGroup, past = one.first_query + one.queries;
@@ -119,7 +119,7 @@ MLA_DEVICE QueryTile query_tile(const DenseDeltaParams& p, const OneSequence& on
     return tile;
 }
 
-// Those with most queries first, then those of the keys before the sequence and after it, which nobody sees.
+// Tiles with most queries first, then the tiles of keys before and after the sequence, which no query sees.
 MLA_DEVICE KeyTile key_tile(const DenseDeltaParams& p, const OneSequence& one, i32 index, i32 own, i32 before) {
     const bool is_own = index < own, is_before = !is_own && index < own + before;
     const i32 begin = is_own ? one.first_key : is_before ? 0 : one.first_key + one.keys;
@@ -135,7 +135,7 @@ MLA_DEVICE KeyTile key_tile(const DenseDeltaParams& p, const OneSequence& one, i
                    {}};
 }
 
-// By one block.
+// Called by one block.
 MLA_DEVICE void write_schedule(const DenseDeltaParams& p, const OneSequence& one, i32 thread) {
     const i32 own = ceil_div(one.keys, kKeyTileKeys), before = ceil_div(one.first_key, kKeyTileKeys);
     const i32 key_tiles = own + before + ceil_div(p.s_kv - one.first_key - one.keys, kKeyTileKeys);

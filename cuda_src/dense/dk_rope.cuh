@@ -10,7 +10,7 @@ constexpr i32 kDkRopeLaneColumns = 4;
 constexpr i32 kDkRopeKeyLanes = kRopeColumns / kDkRopeLaneColumns;
 constexpr i32 kDkRopeBlockKeys = kDkRopeThreads / kDkRopeKeyLanes;
 
-// Of kDkRopeBlockKeys keys, by as many threads.
+// Converts kDkRopeBlockKeys keys. Called by the threads of one block.
 template <class Element>
 MLA_DEVICE void convert_dk_rope(const PrefillBackwardParams& p, i32 block, i32 thread) {
     const i64 key = (i64)block * kDkRopeBlockKeys + thread / kDkRopeKeyLanes;

@@ -1,8 +1,8 @@
-// From fp32 sums in the workspace to the gradient of the queries of dense attention, times the factor of the scores;
-// and to that of the keys' last columns, where heads share them.
+// Converts fp32 sums in the workspace to the gradient of dense attention's queries, times the factor of the scores, and
+// to the gradient of the keys' last columns where heads share them.
 //
-// Grid: x = blocks of keys (dense/dk_rope.cuh), then tiles of queries (at most; the schedule knows how many), then
-// heads, which change faster. A warp takes a group of 16 rows, which lies as its accumulators would
+// Grid: x = blocks of keys (dense/dk_rope.cuh), then tiles of queries (at most; the schedule has their number), then
+// heads, which change faster. A warp converts a group of 16 rows, stored like its accumulators
 // (dense/backward_params.cuh).
 #include "dense/backward_params.cuh"
 #include "dense/dk_rope.cuh"
@@ -25,7 +25,7 @@ MLA_FACT(keys_per_block, kDkRopeBlockKeys);
 static_assert(kThreads == kDkRopeThreads, "blocks of either kind");
 
 // ---- Rows ------------------------------------------------------------------------------------------------------
-// As an accumulator has them: kColumns / 2 of a lane, in two rows.
+// Sums in the accumulator's layout: kColumns / 2 per lane, in two rows.
 template <i32 kColumns>
 MLA_DEVICE void load_sums(float (&d)[kColumns / 2], const float* group, i32 first_column, i32 lane) {
 #pragma unroll
@@ -36,7 +36,7 @@ MLA_DEVICE void load_sums(float (&d)[kColumns / 2], const float* group, i32 firs
     }
 }
 
-// The columns of a group of rows that go to one array; `to` is where those of the first row go.
+// Converts the columns of a group of rows that go to one array; `to` is the first row's address there.
 template <i32 kColumns>
 MLA_DEVICE void convert(const PrefillBackwardParams& p, u16* to, i64 stride_elems, const float* group, i32 first_column,
                         i32 rows, i32 lane) {

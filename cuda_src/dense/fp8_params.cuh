@@ -25,7 +25,7 @@ struct PrefillFp8Params : PrefillFp8Addresses, PrefillParams {
                   MLA_PREFILL_FP8_OFFSET(scale_log2), MLA_PREFILL_FP8_OFFSET(q_scales_stride_b_elems),   \
                   MLA_PREFILL_FP8_OFFSET(b), (int)sizeof(::mla::dense::PrefillFp8Params))
 
-// Of a sequence and KV head: what multiplies scores, in base 2, and values.
+// Factors of scores, in base 2, and of values, per sequence and KV head.
 struct ItemScales {
     float score_log2, value;
 };

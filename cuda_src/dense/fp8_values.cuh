@@ -1,15 +1,15 @@
-// Values in e4m3, as they lie and as the tensor cores take them, on Hopper.
+// e4m3 values on Hopper, as stored in memory and as the tensor cores read them.
 //
-// In O = P V the sum runs over keys, and WGMMA wants 8-bit operands contiguous along the sum: so V is transposed in
-// shared memory, by warps that have nothing else to do. ldmatrix.trans and two byte permutes make rows of 16 keys
-// (tile/byte_fragments.cuh), stmatrix stores them. Keys then have the order that the accumulator of scores has them in,
-// so that P stays in registers: of four scores of a thread one word. Even columns come before odd ones in each 16 rows,
-// so that no access has bank conflicts, and a thread's four results of 16 columns are neighbours: `value_column`.
+// O = P V sums over keys, and WGMMA reads 8-bit operands contiguous along the sum: so V is transposed in shared memory,
+// by otherwise idle warps. ldmatrix.trans and two byte permutes make rows of 16 keys (tile/byte_fragments.cuh),
+// stmatrix stores them. Keys then have the order of the score accumulator, so that P stays in registers, four of a
+// thread's scores per word. Even columns come before odd ones in each 16 rows, so that no access has bank conflicts and
+// a thread's four results of 16 columns are neighbours: `value_column`.
 //
 //   row n of V^T        16 C + 8 e + m       is column   16 C + 2 m + e         C < 8, e < 2, m < 8
 //   byte p of a row     16 h + 4 c + i       is key      16 h + 8 (i / 2) + 2 c + i % 2
 //
-// Behind the 128 rows are eight of ones: their sums are those of the rounded weights, lost bits and all.
+// Eight rows of ones follow the 128 rows: their products are the sums of the rounded weights, with the same lost bits.
 #pragma once
 #include "ptx/control.cuh"
 #include "tile/byte_fragments.cuh"
@@ -22,7 +22,7 @@ constexpr i32 kTurnedGroups = kValueColumns / kWarpColumns;
 constexpr i32 kValueSteps = kValueKeys / kMmaKBytes;
 constexpr u32 kOnes = 0x38383838;
 
-// By thread `thread` of kThreads.
+// Called by thread `thread` of kThreads.
 template <i32 kThreads>
 MLA_DEVICE void store_ones(u8 (&transposed)[kTransposedBytes], i32 thread) {
     constexpr i32 kOnesChunks = kSwizzleAtomBytes / sizeof(uint4);
@@ -62,7 +62,7 @@ MLA_DEVICE bool transpose_group(SmemAddr from, SmemAddr to, i32 group, i32 first
             for (i32 j = 0; j < 4; ++j) any |= nan_bytes(words[step][j]);
         }
         if (__any_sync(kFullWarp, any != 0)) {
-            opaque(first);  // what it hides of each word would be computed before, for all groups at once
+            opaque(first);  // the hidden bits of each word would be computed in advance, for all groups at once
 #pragma unroll
             for (i32 step = 0; step < kValueSteps; ++step) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Dense attention on CUDA cores, for any GPU and any strides. Plain: for tests, and where nothing else fits.
+// Dense attention on CUDA cores, for any GPU and any strides: the fallback of tests and of unsupported calls.
 //
 //   out = softmax(scale Q K^T) V,  lse = log(sum exp(scale Q K^T)),  merged with an earlier state
 //
@@ -47,7 +47,7 @@ struct Sums {
     }
 };
 
-// Of query number `row`, which sees none but the first `seen` keys.
+// Attends with query number `row`, which sees the first `seen` keys.
 MLA_DEVICE Sums attend(const PrefillParams& p, const QueryTile& tile, i64 row, i32 seen, const float* query,
                        i32 kv_head, i32 lane) {
     Sums sums;

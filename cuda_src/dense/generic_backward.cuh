@@ -1,4 +1,4 @@
-// What the two plain kernels of the backward of dense attention share.
+// Shared by the two CUDA-core fallbacks of dense attention's backward.
 #pragma once
 #include "dense/backward_params.cuh"
 #include "dense/generic_rows.cuh"

@@ -1,11 +1,11 @@
-// The gradients of the keys and values of dense attention on CUDA cores, for any GPU and any strides. Plain: for tests,
-// and where nothing else fits.
+// The gradients of the keys and values of dense attention on CUDA cores, for any GPU and any strides: the fallback of
+// tests and of unsupported calls.
 //
 //   P = exp(scale Q K^T - lse),   dS = P (dO V^T - delta),   dV = P^T dO,   dK = scale dS^T Q
 //
-// Grid: x = tiles of keys (at most; the schedule knows how many), y = KV heads. A warp takes a key at a time, and of
-// each head of its group 32 queries a step: a lane has one query's products, then columns of the gradients. What all
-// KV heads share of a key's gradient, its last columns, goes to fp32 parts, which dense_dk_rope adds.
+// Grid: x = tiles of keys (at most; the schedule has their number), y = KV heads. A warp processes one key at a time,
+// and 32 queries of each head of its group per step: a lane has one query's products, then columns of the gradients.
+// The last columns of a key's gradient, shared by all KV heads, go to fp32 parts, which dense_dk_rope adds.
 #include "dense/generic_backward.cuh"
 #include "ptx/control.cuh"
 #include "ptx/element.cuh"
@@ -34,7 +34,7 @@ struct Sums {
     LaneColumns<kHeadDimV> dv;
 };
 
-// Adds what a head's queries give.
+// Adds the contribution of a head's queries.
 MLA_DEVICE void add_head(Sums& sums, const PrefillBackwardParams& p, const KeyTile& tile, i32 row, i32 head,
                          const float* key, const float* value, i32 lane) {
     const i64 at = (i64)head * p.num_rows + tile.first_row;

@@ -1,10 +1,10 @@
-// The gradient of the queries of dense attention on CUDA cores, for any GPU and any strides. Plain: for tests, and
-// where nothing else fits.
+// The gradient of the queries of dense attention on CUDA cores, for any GPU and any strides: the fallback of tests and
+// of unsupported calls.
 //
 //   P = exp(scale Q K^T - lse),   dS = P (dO V^T - delta),   dQ = scale dS K
 //
-// Grid: x = tiles of queries (at most; the schedule knows how many), y = heads. A warp takes a query at a time, 32 keys
-// a step: a lane has one key's products, then columns of the gradient.
+// Grid: x = tiles of queries (at most; the schedule has their number), y = heads. A warp processes one query at a time,
+// 32 keys per step: a lane has one key's products, then columns of the gradient.
 #include "dense/generic_backward.cuh"
 #include "ptx/control.cuh"
 #include "ptx/element.cuh"

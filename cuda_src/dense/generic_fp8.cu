@@ -1,10 +1,10 @@
-// Dense attention over e4m3 codes on CUDA cores, for any GPU and any strides. Plain, as dense/generic.cu is: numbers
+// Dense attention over e4m3 codes on CUDA cores, for any GPU and any strides: a fallback like dense/generic.cu. Numbers
 // are converted, which is exact, and weights are not rounded.
 //
 //   out = s_v softmax(scale s_q s_k Q K^T) V,  lse = log(sum exp(scale s_q s_k Q K^T))
 //
-// Grid: x = tiles of queries (at most; the schedule knows how many), y = heads. A warp takes a query at a time, 32 keys
-// a step: a lane has the score of one key, then columns of the values.
+// Grid: x = tiles of queries (at most; the schedule has their number), y = heads. A warp processes one query at a time,
+// 32 keys per step: a lane has the score of one key, then columns of the values.
 #include "dense/fp8_params.cuh"
 #include "dense/result.cuh"
 #include "ptx/control.cuh"
@@ -26,7 +26,7 @@ MLA_PREFILL_FP8_FACTS();
 MLA_FACT(threads, kThreads);
 
 // ---- Rows ------------------------------------------------------------------------------------------------------
-// By a warp.
+// Called by a warp.
 MLA_DEVICE void copy_query(float* to, const CodeRow& query, i32 lane) {
 #pragma unroll 1
     for (i32 i = lane; i < kHeadDimQk; i += kWarpThreads) {
@@ -50,7 +50,7 @@ struct Sums {
     float out[kColumnsPerLane] = {};  // of columns lane, lane + 32, ...
 };
 
-// Of a query, which sees the first `seen` keys.
+// Attends with a query that sees the first `seen` keys.
 MLA_DEVICE Sums attend(const PrefillFp8Params& p, const QueryTile& tile, i32 seen, const float* query, i32 kv_head,
                        float scale_log2, i32 lane) {
     Sums sums;

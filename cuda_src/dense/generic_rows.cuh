@@ -1,4 +1,4 @@
-// What the plain kernels of dense attention share: rows of any strides, in pieces, multiplied on CUDA cores.
+// Shared by the CUDA-core fallbacks of dense attention: rows of any strides, in pieces, multiplied on CUDA cores.
 #pragma once
 #include "common/types.cuh"
 #include "dense/tiles.cuh"
@@ -14,7 +14,7 @@ struct Row {
         return Element::to_float(column < kFirstColumns ? first[column] : last[column - kFirstColumns]);
     }
 
-    // By a warp.
+    // Called by a warp.
     MLA_DEVICE void copy(float* to, i32 lane) const {
 #pragma unroll 1
         for (i32 i = lane; i < kColumns; i += kWarpThreads) to[i] = (*this)[i];

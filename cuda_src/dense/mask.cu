@@ -1,11 +1,11 @@
-// The mask of dense attention (dense/mask.cuh) that leaves each query the keys that its indices select.
+// Builds the mask of dense attention (dense/mask.cuh) in which each query sees the keys selected by its indices.
 //
-// Indices count from the first of all keys, or from the first of the query's sequence. They are hostile: what is not a
-// key of the sequence, or has no bit in the mask, is skipped. Sequences are those of dense/schedule.cu: their starts
-// never go down.
+// Indices count from the first of all keys, or from the first of the query's sequence. They are hostile: an index that
+// is not a key of the sequence, or has no bit in the mask, is skipped. Sequences are as in dense/schedule.cu: starts
+// never decrease.
 //
 // Grid: x = queries, y = windows of the mask's rows. A block sets the bits in shared memory, four neighbouring indices
-// a thread at a time: ascending ones often share a word.
+// per thread at a time: ascending ones often share a word.
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 
@@ -42,12 +42,12 @@ MLA_FACT(threads, kThreads);
 MLA_FACT(window_bytes, 4 * kWindowWords);
 
 // ---- Which keys count ------------------------------------------------------------------------------------------
-// Of a query's sequence; none for a query of no sequence.
+// Keys of a query's sequence; empty for a query of no sequence.
 struct Keys {
     i32 start, count;
 };
 
-// By all threads. A start is at most as large as a query if no start up to it is larger.
+// Called by all threads. A start is at most as large as a query if no start up to it is larger.
 MLA_DEVICE Keys find_keys(const MaskParams& p, Storage& s, i32 query) {
     if (p.cu_seqlens_q == nullptr) return Keys{0, 8 * p.mask_bytes};
     if (threadIdx.x == 0) s.next_sequence = p.b + 1, s.start = 0, s.end = 0;

@@ -1,7 +1,7 @@
-// Masks of dense attention: which of its sequence's keys a query sees. All heads share them.
+// Masks of dense attention: the keys of its sequence that a query sees. All heads share them.
 //
 // Bit j % 8 of byte j / 8 of a query's row is key j, counted from the first of its sequence; keys beyond the row are
-// hidden. Rows begin at multiples of 16 bytes, and have as many.
+// hidden. Rows begin at multiples of 16 bytes and are padded to such a multiple.
 #pragma once
 #include "dense/params.cuh"
 #include "ptx/load.cuh"
@@ -38,7 +38,7 @@ MLA_DEVICE void hide_scores(float (&scores)[kCount], i32 r, const uint4& bits, i
     const u32 seen[4] = {bits.x >> shift, bits.y >> shift, bits.z >> shift, bits.w >> shift};
 #pragma unroll
     for (i32 i = 0; i < kCount; ++i) {
-        const i32 column = fragment_column(0, i);  // of thread 0: the thread's own is `shift` further on
+        const i32 column = fragment_column(0, i);  // column of thread 0; the thread's own is `shift` further on
         if (fragment_half(i) == r && !(seen[column / 32] >> column % 32 & 1)) scores[i] = negative_infinity();
     }
 }

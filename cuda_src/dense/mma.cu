@@ -6,10 +6,10 @@
 //   l = sum of P,  O = P V       P stays in registers
 //   out = O / l,   lse = ln 2 (m + log2 l),   merged with an earlier state
 //
-// Grid: one block per SM, which takes work items, tiles of 128 queries of a head, in the order of dense/tiles.cuh.
-// Two groups of four warps share the queries and take the tiles of keys in turn, the last one first. A warp has 32
+// Grid: one block per SM, which takes work items, tiles of 128 queries of a head, in the order of dense/tiles.cuh. Two
+// groups of four warps share the queries and process the tiles of keys alternately, the last one first. A warp has 32
 // queries: each fragment of keys or values that it reads from shared memory serves two products. The groups do not wait
-// for each other, so one has its exponentials while the other has the tensor cores; at the end they merge.
+// for each other, so one computes exponentials while the other uses the tensor cores; at the end they merge.
 //
 //   group 0   | Q K5 | softmax 5 | P5 V5 | Q K3 | softmax 3 | P3 V3 | Q K1 | softmax 1 | P1 V1 | merge, 64 rows stored
 //   copies    K5 V5    K3          |   V3           K1        |   V1
@@ -38,7 +38,7 @@ namespace mla::dense {
 using Element = MLA_DTYPE;
 constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK, kHeadDimV = MLA_HEAD_DIM_V;
 constexpr i32 kTileKeys = MLA_TILE_KEYS;
-constexpr i32 kSmemBytes = MLA_SMEM_KB * 1024;  // what a block may have
+constexpr i32 kSmemBytes = MLA_SMEM_KB * 1024;  // shared memory of a block
 constexpr bool kHasMask = MLA_HAS_MASK;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ struct Keys {
     u8 v[kTileKeys][kPanelsV * kPanelBytes];
 };
 
-// What a thread of one group sends to the same thread of the other.
+// Sums that a thread of one group sends to the same thread of the other.
 struct Share {
     float4 out[kOut / 4][kThreads], rows[kThreads];
 };
@@ -90,7 +90,7 @@ struct Storage {
     QueryTile tile;
     i32 head;  // negative: no more work
     i32 kv_head;
-    i32 nonfinite;  // whether values were taken away
+    i32 nonfinite;  // 1: non-finite values were zeroed
     i32 next_item;
 };
 static_assert(sizeof(Storage) <= kSmemBytes, "shared memory");
@@ -99,7 +99,7 @@ MLA_PREFILL_FACTS();
 MLA_FACT(threads, kThreads);
 MLA_FACT(smem_bytes, sizeof(Storage));
 
-// Chunk c of a row lies at c ^ (row % 8) of its panel: ldmatrix, plain or transposed, meets no bank conflict.
+// Chunk c of a row lies at c ^ (row % 8) of its panel: ldmatrix, plain or transposed, has no bank conflicts.
 template <i32 kPanels>
 MLA_DEVICE u32 row_offset(i32 row, i32 chunk) {
     return row * kPanels * kPanelBytes + ((chunk ^ row) & (kPanelChunks - 1)) * kChunkBytes;
@@ -111,7 +111,7 @@ MLA_DEVICE SmemAddr at_step(SmemAddr row, i32 step) {
 }
 
 // ---- Math ------------------------------------------------------------------------------------------------------
-// What a thread holds of a work item.
+// A thread's state of a work item.
 struct Math {
     float out[kRowTiles][kOut];
     u32 held[kHeldPanels == 0 ? 1 : kHeldSteps][kRowTiles][4];  // queries
@@ -120,10 +120,10 @@ struct Math {
     u32 phase = 0;  // of the group's barriers, which complete once a tile
     i32 group = uniform_warp() / kGroupWarps, warp = uniform_warp() % kGroupWarps;
 
-    // Read anew: what follows from them is not worth registers across the loop.
+    // Reread: values derived from them are not worth registers across the loop.
     MLA_DEVICE static i32 lane() { return own_lane(); }
     MLA_DEVICE i32 thread() const { return warp * kWarpThreads + lane(); }  // of the group
-    // Of the block's queries, the first one of the thread in tile t of 16 rows; the other is eight further on.
+    // The thread's first query of the block in tile t of 16 rows; its other one is eight further on.
     MLA_DEVICE i32 row(i32 t, i32 lane) const { return warp * kWarpRows + t * kMmaRows + lane / 4; }
 };
 
@@ -135,7 +135,7 @@ struct Rows {
     i64 stride, last_stride;
 };
 
-// `rows` rows, zeros from `present` on, by as many threads as copy kStep rows at once.
+// Copies `rows` rows, zeros from `present` on; the threads copy kStep rows at once.
 template <i32 kPanels, i32 kCopiedPanels, i32 kStep, i32 kCount>
 MLA_DEVICE void copy_rows(SmemAddr to, const Rows& from, i32 row, i32 present) {
 #pragma unroll
@@ -150,7 +150,7 @@ MLA_DEVICE void copy_rows(SmemAddr to, const Rows& from, i32 row, i32 present) {
     }
 }
 
-// By all threads of the block. Rows past the last query are zeros.
+// Called by all threads of the block. Rows past the last query are zeros.
 MLA_DEVICE void load_queries(const PrefillParams& p, Storage& s) {
     constexpr i32 kStep = kThreads / kPanelChunks;
     const i32 row = threadIdx.x / kPanelChunks, chunk = threadIdx.x % kPanelChunks;
@@ -224,8 +224,8 @@ MLA_DEVICE void ask_for_values(const PrefillParams& p, Storage& s, const Math& m
     if (is_trusted(s, i)) cp_async_mbarrier_arrive_noinc(s.v_full[math.group]);
 }
 
-// Each thread looks at the values that it has copied itself: those that are not finite become 0, and the rows that see
-// them get them at the end.
+// Each thread checks the values that it has copied itself: non-finite values become 0, and the rows that see them get
+// them back at the end.
 MLA_DEVICE void clean_values(Storage& s, const Math& math, i32 i) {
     if (is_trusted(s, i)) return;
     cp_async_wait_group<1>();  // all but the next keys
@@ -308,7 +308,7 @@ MLA_DEVICE void hide_masked(const Storage& s, const Math& math, Scores& scores, 
 // ---- Softmax and values ----------------------------------------------------------------------------------------
 using PFragments = u32[kRowTiles][kKeySteps][4];  // P, as A fragments
 
-// The running maxima follow, and what came before is rescaled.
+// Moves the running maxima, and rescales earlier sums.
 MLA_DEVICE void move_maxima(Math& math, const Scores& scores, const float (&scale_log2)[kFragmentRows]) {
 #pragma unroll
     for (i32 t = 0; t < kRowTiles; ++t) {
@@ -494,7 +494,7 @@ MLA_DEVICE void attend(const PrefillParams& p, Storage& s, Math& math) {
     cp_async_commit_group();
     if (kHeldPanels != 0) hold_queries(p, s, math);
     cp_async_wait_group<2>();
-    __syncthreads();  // the queries are there
+    __syncthreads();  // the queries are stored
     const i32 whole = s.tile.seen_by_all() / kTileKeys;
 #pragma unroll 1
     for (i32 i = last; i >= 0; i -= kGroups) run_tile(p, s, math, i, i < whole);

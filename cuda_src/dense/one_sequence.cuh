@@ -1,5 +1,5 @@
-// The tiles of queries of a call with one sequence, which need no schedule: those with most keys first, then those of
-// the queries of no sequence, before its start and after its end.
+// Query tiles of a call with one sequence, which needs no schedule: tiles with most keys first, then tiles of queries
+// outside the sequence, before its start and after its end.
 #pragma once
 #include "dense/tiles.cuh"
 
@@ -9,7 +9,7 @@ struct OneSequence {
     i32 first_key, keys;
     i32 tiles, tiles_before, all_tiles;
 
-    // Numbers of the caller are hostile, as they are for the schedule.
+    // The caller's numbers are hostile, as for the schedule.
     template <class Params>
     MLA_DEVICE void find(const Params& p) {
         first_query = stated(p.cu_seqlens_q, 0, 0, p.s_q);

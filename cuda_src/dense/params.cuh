@@ -15,7 +15,7 @@ struct PrefillParams {
     void* out;                 // (s_q, h_q, d_v), 16 bits or fp32; may be state_out
     float* lse;                // (s_q, h_q); may be state_lse
     Schedule* schedule;        // or null: one sequence, see one_sequence.cuh
-    QueryTile* tiles;          // those with most keys first
+    QueryTile* tiles;          // tiles with most keys first
     const u8* mask;            // (s_q, mask_bytes), or null: see mask.cuh
     const i32* cu_seqlens_q;   // (2,), or null; read where there is no schedule, see one_sequence.cuh
     const i32* cu_seqlens_kv;  // (2,), or null
@@ -33,7 +33,7 @@ struct PrefillParams {
     i32 s_q, s_kv, h_q, h_kv;
     i32 q_rope_column, k_rope_column;  // where the last columns begin in their array: 0, or d_qk - kRopeColumns
     i32 k_rope_heads;                  // 1, or h_kv
-    i32 heads_at_once;                 // whose keys and values are walked together, so that they stay in L2
+    i32 heads_at_once;                 // heads whose keys and values are walked together, so that they stay in L2
     i32 state_is_fp32, out_is_fp32;
     i32 mask_bytes;  // of a row; keys beyond are hidden
     i32 causal;      // read where there is no schedule

@@ -1,4 +1,4 @@
-// The results of a row: its log-sum-exp, and the weights of what it attended to here and before.
+// The results of a row: its log-sum-exp, and the weights of its own and of the earlier result.
 #pragma once
 #include "common/types.cuh"
 #include "dense/params.cuh"
@@ -21,7 +21,7 @@ MLA_DEVICE RowResult row_result(float max, float sum, float earlier_lse) {
     const float top = fmaxf(own_lse2, earlier_lse2);
     const float own = exp2f(own_lse2 - top), earlier = exp2f(earlier_lse2 - top), total = own + earlier;
     return RowResult{(top + log2f(total)) * kLn2, sum == 0.f ? 0.f : own / (total * sum),
-                     earlier_lse2 == negative_infinity() ? 0.f : earlier / total};  // not NaN: there is none to read
+                     earlier_lse2 == negative_infinity() ? 0.f : earlier / total};  // not NaN: nothing is read
 }
 
 MLA_DEVICE float earlier_lse(const PrefillParams& p, i64 query, i32 head) {

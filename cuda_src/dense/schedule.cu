@@ -1,11 +1,11 @@
-// The list of tiles of queries of dense attention, those with most keys first; and for the backward that of tiles of
-// keys, those with most queries first.
+// The list of query tiles of dense attention, those with most keys first; for the backward also the list of key tiles,
+// those with most queries first.
 //
-// A sequence of n queries is ceil(n / 128) tiles. Queries of no sequence, before the first one and after the last, are
-// tiles without keys. Tiles are sorted by their number of keys, in bins; their order within a bin is arbitrary, and
-// means nothing to the results. The same goes for keys.
+// A sequence of n queries is ceil(n / 128) tiles. Queries outside all sequences are tiles without keys. Tiles are
+// sorted by their number of keys, in bins; their order within a bin is arbitrary and does not affect results. Key tiles
+// are sorted the same way.
 //
-// Grid: one block. Numbers of the caller are hostile: starts are clamped, and never go down.
+// Grid: one block. The caller's numbers are hostile: starts are clamped and never decrease.
 #include "common/facts.cuh"
 #include "dense/tiles.cuh"
 #include "ptx/control.cuh"
@@ -22,7 +22,7 @@ struct DenseScheduleParams {
     const i32* cu_seqlens_q;   // (b + 1,), or null: one sequence
     const i32* cu_seqlens_kv;  // (b + 1,), or null
     Schedule* schedule;
-    Schedule* key_schedule;  // null: nobody needs tiles of keys
+    Schedule* key_schedule;  // null: tiles of keys are not needed
     Sequence* sequences;     // b + 2
     QueryTile* tiles;
     KeyTile* key_tiles;
@@ -61,19 +61,21 @@ MLA_DEVICE i32 inclusive_max(i32 x, i32 lane) {
 }
 
 // ---- Sequences -------------------------------------------------------------------------------------------------
-// Where the n-th of b + 2 sequences ends, were it alone: the first is what comes before the caller's, the last after.
+// Stated end of the n-th of b + 2 sequences: the first holds the tokens before the caller's sequences, the last those
+// after them.
 MLA_DEVICE i32 stated_end(const i32* starts, i64 stride, i32 n, i32 b, i32 total) {
     if (n > b) return total;
     if (starts == nullptr) return n == 0 ? 0 : total;
     return max(0, min(starts[n * stride], total));
 }
 
-// Of b + 2 sequences, those before and after the caller's have no queries for their keys, and no keys for theirs.
+// The first and the last of b + 2 sequences hold what lies outside the caller's: their queries have no keys, and their
+// keys no queries.
 MLA_DEVICE bool is_callers(const DenseScheduleParams& p, i32 n) { return n > 0 && n <= p.b; }
 
-// By one warp.
+// Called by one warp.
 MLA_DEVICE void find_sequences(const DenseScheduleParams& p, Storage& s, i32 lane) {
-    Sequence next = {};  // where the next 32 begin
+    Sequence next = {};  // start of the next 32
     i32 most_queries = 0, most_keys = 0;
     for (i32 first = 0; first < p.b + 2; first += kWarpThreads) {
         const i32 n = first + lane;
@@ -112,8 +114,8 @@ MLA_DEVICE void find_sequences(const DenseScheduleParams& p, Storage& s, i32 lan
 }
 
 // ---- Tiles -----------------------------------------------------------------------------------------------------
-// The last sequence whose `first` is at or before a tile, with those that have none left out: they share their
-// successor's.
+// The last sequence whose `first` is at or before a tile. It skips sequences without tiles, since they share their
+// successor's `first`.
 MLA_DEVICE i32 sequence_of(const DenseScheduleParams& p, i32 Sequence::* first, i32 tile) {
     i32 low = 0, high = p.b + 2;
     while (high - low > 1) {

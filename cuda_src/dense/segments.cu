@@ -1,10 +1,10 @@
-// Starts of packed sequences by the ids of their tokens: those of queries and of keys, for dense/schedule.cu.
+// Starts of packed sequences, from the segment ids of queries and keys, for dense/schedule.cu.
 //
-// Tokens of one id lie together; 0 and below is padding. Segment n of the queries is sequence 3 n + 2, with the keys of
-// the same id. Before it come the padding before its queries, which has no keys, and what lies before its keys, which
-// has no queries.
+// Tokens of one id are contiguous; ids of 0 and below are padding. Segment n of the queries is sequence 3 n + 2, with
+// the keys of the same id. The two sequences before it are the padding before its queries, without keys, and the keys
+// before its own, without queries.
 //
-// Grid: one block. Ids are hostile: whatever they are, starts never go down, and nothing is written elsewhere.
+// Grid: one block. Ids are hostile: whatever they are, starts never decrease, and all writes stay inside the arrays.
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 #include "tile/warp.cuh"
@@ -22,10 +22,10 @@ struct Run {
 
 struct SegmentsParams {
     const i32* segment_ids_q;   // (s_q,)
-    const i32* segment_ids_kv;  // (s_kv,), of keys that have ids of their own
+    const i32* segment_ids_kv;  // (s_kv,), if keys have separate ids
     i32* cu_seqlens_q;          // (3 * max_segments + 1,)
     i32* cu_seqlens_kv;
-    Run* runs;  // of the queries; with ids of keys theirs, then those that the queries attend to: 3 * max_segments
+    Run* runs;  // runs of the queries; with ids of keys also the keys' runs, then the matching ones: 3 * max_segments
     i64 segment_ids_q_stride_elems, segment_ids_kv_stride_elems;
     i64 cu_seqlens_q_stride_elems, cu_seqlens_kv_stride_elems;
     i32 s_q, s_kv, max_segments;
@@ -56,7 +56,7 @@ struct Ids {
 MLA_DEVICE i32 sum_before(Storage& s, i32 x, i32 thread) {
     const i32 lane = thread % kWarpThreads, warp = thread / kWarpThreads;
     const i32 up_to = warp_inclusive_sum(x);
-    __syncthreads();  // of the last call, somebody may still read
+    __syncthreads();  // somebody may still read the last call's data
     if (lane == kWarpThreads - 1) s.warp_sums[warp] = up_to;
     __syncthreads();
     i32 before = 0;
@@ -71,7 +71,7 @@ MLA_DEVICE void find_runs(const Ids& ids, Run* runs, i32 max_segments, Storage& 
     const i32 last = min(ids.count, first + each);
     i32 begun = 0;
     for (i32 i = first; i < last; ++i) begun += ids[i] > 0 && ids[i] != ids[i - 1];
-    i32 number = sum_before(s, begun, thread) - 1;  // of the run that a token is of
+    i32 number = sum_before(s, begun, thread) - 1;  // number of the token's run
     for (i32 i = first; i < last; ++i) {
         const i32 id = ids[i];
         if (id <= 0) continue;
@@ -92,7 +92,7 @@ MLA_DEVICE Run run_of(const Run* runs, i32 max_segments, i32 id) {
 }
 
 // ---- Starts ----------------------------------------------------------------------------------------------------
-// The largest over the lanes up to this one, and what came before.
+// The largest value over the lanes up to this one, and `before`.
 MLA_DEVICE i32 inclusive_max(i32 x, i32 before, i32 lane) {
     x = max(x, before);
 #pragma unroll
@@ -110,7 +110,7 @@ struct Starts {
     MLA_DEVICE void put(i32 at, i32 start) const { starts[at * stride] = start; }
 };
 
-// Where a segment begins and ends, once no earlier one ends behind it; by one warp, 32 segments at a time.
+// Start and end of a segment, at or after the end of every earlier one; by one warp, 32 segments at a time.
 struct Side {
     i32 before, begin, end;
 

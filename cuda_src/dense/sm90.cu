@@ -5,18 +5,18 @@
 //   l = sum of P,  O = P V       P stays in registers
 //   out = O / l,   lse = ln 2 (m + log2 l),   merged with an earlier state
 //
-// Grid: one block per SM, which takes work items, tiles of 128 queries of a head, in the order of dense/tiles.cuh.
-// Each math warpgroup has 64 of the queries and all keys, from the last tile to the first, so that the tiles that need
-// a mask come first. The scores of a tile are computed beside the product of the tile before with its values:
+// Grid: one block per SM, which takes work items, tiles of 128 queries of a head, in the order of dense/tiles.cuh. Each
+// math warpgroup has 64 of the queries and all keys, from the last tile to the first, so that the tiles that need a
+// mask come first. The scores of a tile overlap with the previous tile's product with its values:
 //
 //   math_0  | Q K2 | softmax 2 | Q K1, P2 V2 | softmax 1 | Q K0, P1 V1 | softmax 0 | P0 V0 | store, next Q ...
 //   math_1         | Q K2 | softmax 2  | Q K1, P2 V2 | softmax 1   | Q K0, P1 V1 | softmax 0 | P0 V0 | ...
 //   load    K2 V2 Q  K1                  K0 V1                V0      next item: K V Q ...
-//   clean   V2: what not every query sees becomes finite
+//   clean   V2: values that not every query sees become finite
 //
-// The warpgroups take turns with issuing their products, so that one has its exponentials while the other has the
-// tensor cores. Operands come as they lie: the last 64 columns of queries and keys have tensor maps of their own, and
-// rows may be apart as in the output of a projection that makes keys and values at once.
+// The warpgroups take turns issuing their matmuls, so that one computes exponentials while the other uses the tensor
+// cores. Operands need no copies: the last 64 columns of queries and keys have tensor maps of their own, and rows may
+// have the stride of a projection that makes keys and values at once.
 //
 // Source: FlashAttention-3's schedule (2024). Here: operands in pieces, tiles that end with their sequence, the merge.
 #include "attention/online_softmax.cuh"
@@ -45,7 +45,7 @@ namespace mla::dense {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
 constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK, kHeadDimV = MLA_HEAD_DIM_V;
-constexpr i32 kTileKeys = MLA_TILE_KEYS;  // as many as fit twice
+constexpr i32 kTileKeys = MLA_TILE_KEYS;  // the largest size that fits twice
 constexpr bool kHasMask = MLA_HAS_MASK;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
@@ -68,8 +68,8 @@ constexpr i32 kPanelsQk = kHeadDimQk / kSw128Columns, kPanelsV = kHeadDimV / kSw
 constexpr u32 kQueryPanelBytes = kTileQueries * kSw128RowBytes, kKeyPanelBytes = kTileKeys * kSw128RowBytes;
 constexpr i32 kScores = kTileKeys / 2, kOut = kHeadDimV / 2;  // of a thread
 constexpr i32 kKeySteps = kTileKeys / kMmaK;
-// Whether math threads hold the queries' last panel in registers, if those suffice: its products then read nothing but
-// keys from shared memory.
+// With enough registers, math threads hold the queries' last panel: its products then read only keys from shared
+// memory.
 constexpr bool kHoldsPanel = kHeadDimV <= 128 && !kHasMask;
 constexpr i32 kSharedPanels = kPanelsQk - kHoldsPanel;
 static_assert(kTileQueries == kMathWarpgroups * kSw128Rows, "64 queries per warpgroup");
@@ -98,12 +98,12 @@ struct WorkSlot {
     i32 nonfinite;
 };
 
-// Of builds with a mask, for each slot: ...
+// In builds with a mask, for each slot: ...
 struct Repeats {
-    alignas(u64) u8 wanted[kWorkSlots][kMathWarps];  // ... whether a warp wants its item again, ...
-    bool again[kWorkSlots];                          // ... and whether it comes again
+    alignas(u64) u8 wanted[kWorkSlots][kMathWarps];  // ... 1 if a warp requests its item again, ...
+    bool again[kWorkSlots];                          // ... and true if it comes again
 
-    // By all warps.
+    // All warps' flags of a slot, as one word.
     MLA_DEVICE u64& wanted_by_any(i32 slot) { return *reinterpret_cast<u64*>(wanted[slot]); }
 };
 
@@ -120,7 +120,7 @@ struct Storage {
     MBarrier mask_full[1], mask_empty[1];
     HugeRows huge[kWorkSlots];
     Repeats repeats;
-    OneSequence one;  // of the load role, which has no registers for it, if there is no schedule
+    OneSequence one;  // the load role's, which lacks registers for it, if there is no schedule
     uint4 mask[kHasMask ? kTileQueries : 1];
 };
 static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
@@ -154,7 +154,7 @@ struct Maps {
     RowSource q, k, v;
 };
 
-// As that of a schedule.
+// Work item from the tile order, without a schedule.
 MLA_DEVICE i32 find_item(const PrefillParams& p, i32 index, const OneSequence& one, QueryTile& tile, QueryTile& slot) {
     if (index >= one.all_tiles * p.h_q) return -1;
     const WorkItem item = work_item(p, index, one.all_tiles);
@@ -173,8 +173,8 @@ struct Loader {
 
     MLA_DEVICE bool wants_repeat(i32 slot) { return s.repeats.wanted_by_any(slot) != 0 && !s.repeats.again[slot]; }
 
-    // Whether the next slot has an item that must come again; or, with no other work left, the slot before it, whose
-    // item then moves.
+    // Returns true if the next slot has an item that must come again; or, with no other work left, the slot before it,
+    // whose item then moves.
     MLA_DEVICE bool repeats(bool no_work) {
         const i32 slot = work.stage, other = work.before();
         static_assert(kWorkSlots == 2, "there is one other slot");
@@ -212,7 +212,8 @@ struct Loader {
         return head;
     }
 
-    // Each warpgroup's on their own: those of the first come while the second is busy with the item before.
+    // Loads each warpgroup's queries separately: the first ones arrive while the second warpgroup works on the last
+    // item.
     MLA_DEVICE void load_queries(const QueryTile& tile, i32 head) {
 #pragma unroll
         for (i32 half = 0; half < kMathWarpgroups; ++half) {
@@ -245,7 +246,7 @@ struct Loader {
         const i32 kv_head = head / (p.h_q / p.h_kv);
         if (keys.count == 0) return;
         const i32 last = keys.count - 1;
-        // Keys a tile ahead of values, but for the last tile's, so that there is time to look into its values.
+        // Keys arrive a tile ahead of values, except for the last tile's, so that there is time to inspect its values.
 #pragma unroll 1
         for (i32 k = last, v = last; v >= 0; --k) {
             if (k >= 0) load_keys(tile.first_key + k * kTileKeys, kv_head);
@@ -257,7 +258,7 @@ struct Loader {
     }
 };
 
-// By one thread.
+// Called by one thread.
 MLA_DEVICE void run_load_role(const PrefillParams& p, Storage& s, const Maps& maps) {
     Loader loader{p, s, maps, {}, {}, {}, {}};
     const bool scheduled = p.schedule != nullptr;
@@ -277,7 +278,7 @@ MLA_DEVICE void run_load_role(const PrefillParams& p, Storage& s, const Maps& ma
 }
 
 // ---- Rows with huge scores -------------------------------------------------------------------------------------
-// What dense/sm90_huge_rows.cuh reads of a work item, and where its results go.
+// Interface for dense/sm90_huge_rows.cuh: what it reads of a work item, and where its results go.
 struct Operands {
     static constexpr i32 kColumns = kHeadDimV;
     const PrefillParams& p;
@@ -387,7 +388,7 @@ struct Cleaner {
         stage = (stage + 1) % kStages;
     }
 
-    // Of the item before.
+    // Recomputes rows of the last item with huge scores.
     MLA_DEVICE void redo_huge_rows() {
         const i32 before = work.before();
         mbarrier_wait(s.work_done[before], work.ring.empty_parity(before));
@@ -405,7 +406,7 @@ struct Cleaner {
         for (i32 i = keys.count - 1; i >= keys.whole; --i) clean(slot, i, trusted);
     }
 
-    // Of tiles whose values need no care.
+    // Passes on tiles whose values need no cleaning.
     MLA_DEVICE void pass_whole_tiles(const WorkSlot& slot) {
         const KeyTiles<kTileKeys> keys(slot.tile, comes_again(s, work.stage));
 #pragma unroll 1
@@ -479,8 +480,8 @@ MLA_DEVICE void finish_scores(Storage& s, Math& math, bool last) {
     math.k.advance();
 }
 
-// The exponentials come before the wait for the product with values: the compiler would move that wait up, past all of
-// them, but not past a branch to an arrival, which nobody waits for.
+// The exponentials come before the wait for the product with values. The compiler would move that wait up past all of
+// them, but not past a branch to an arrival, for which nobody waits.
 MLA_DEVICE void hold_wait(Storage& s, Math& math, bool last) {
     if (last) release(s.exponentiated, math.thread);
 }
@@ -569,7 +570,7 @@ MLA_DEVICE void first_step(const PrefillParams& p, Storage& s, Math& math, const
     pack_weights(math);
 }
 
-// The scores of a tile of keys, beside the values of the tile before it.
+// Computes the scores of a tile of keys, and overlaps the values of the previous one.
 template <bool kEnds>
 MLA_DEVICE void step(const PrefillParams& p, Storage& s, Math& math, const QueryTile& tile, i32 keys) {
     math.k.wait_full(s.k_full);
@@ -591,7 +592,7 @@ MLA_DEVICE void step(const PrefillParams& p, Storage& s, Math& math, const Query
     attention::rescale(math.out, scale);
 }
 
-// Of a tile that only the other warpgroup sees.
+// Skips a tile that only the other warpgroup sees.
 MLA_DEVICE void skip_keys(Storage& s, Math& math) {
     math.k.wait_full(s.k_full);
     take_turn<Turn0>(math.warpgroup);
@@ -638,7 +639,8 @@ MLA_DEVICE void attend(const PrefillParams& p, Storage& s, Math& math, const Que
 }
 
 // ---- Results ---------------------------------------------------------------------------------------------------
-// Cold: what the clean role has taken away, for the rows that see it. Any multiple of an infinity is infinite.
+// Cold: the non-finite values that the clean role has zeroed, for the rows that see them. Any multiple of an infinity
+// is infinite.
 MLA_DEVICE void add_nonfinite(const PrefillParams& p, Storage& s, Math& math, const QueryTile& tile, i32 kv_head) {
     const i32 trusted = comes_again(s, math.work.stage) ? 0 : tile.seen_by_all();
 #pragma unroll 1
@@ -655,8 +657,8 @@ MLA_DEVICE void add_nonfinite(const PrefillParams& p, Storage& s, Math& math, co
     }
 }
 
-// Of builds with a mask: whether the warp stores no result now. The first time that is where a sum is not finite: then
-// it wants the item again, and stores the second time.
+// In builds with a mask: true if the warp stores no result now. On the first pass that happens if a sum is not finite;
+// the warp then asks for the item again, and stores on the second pass.
 MLA_DEVICE bool stores_nothing(Storage& s, const Math& math, const QueryTile& tile) {
     u8& wanted = s.repeats.wanted[math.work.stage][math.warpgroup * kWarpgroupWarps + math.thread / kWarpThreads];
     if (__any_sync(kFullWarp, s.repeats.again[math.work.stage])) return !__any_sync(kFullWarp, wanted);
@@ -674,7 +676,7 @@ MLA_DEVICE bool stores_nothing(Storage& s, const Math& math, const QueryTile& ti
 template <i32 kRow>
 MLA_DEVICE void store_result(const PrefillParams& p, Storage& s, Math& math, const QueryTile& tile, i32 head) {
     i32 row = math.row(kRow);
-    if (kHeadDimV <= 128) opaque(row);  // or the loops over tiles would have other registers, and instructions
+    if (kHeadDimV <= 128) opaque(row);  // otherwise the loops over tiles would use other registers and instructions
     const float sum = quad_sum(math.rows.sum[kRow]);
     const bool is_huge = row < tile.queries && has_huge_scores(math.rows.max[kRow], sum, tile, row);
     const bool stored = row < tile.queries && !is_huge;
@@ -718,7 +720,7 @@ MLA_DEVICE void run_math_role(const PrefillParams& p, Storage& s, i32 warpgroup,
         const WorkSlot& slot = s.work[math.work.stage];
         if (slot.head < 0) break;
         const QueryTile copy = slot.tile;
-        const QueryTile& tile = kHasMask ? slot.tile : copy;  // the mask takes the registers of a copy
+        const QueryTile& tile = kHasMask ? slot.tile : copy;  // the mask needs the registers of a copy
         const KeyTiles<kTileKeys> keys(tile, comes_again(s, math.work.stage));
         math.rows.reset(kFirstMax);
 #pragma unroll
@@ -733,7 +735,7 @@ MLA_DEVICE void run_math_role(const PrefillParams& p, Storage& s, i32 warpgroup,
         release(s.work_done[math.work.stage], thread);
         math.work.advance();
     }
-    if (warpgroup == 0) take_turn<Turn0>(math.warpgroup);  // that the other one has passed on
+    if (warpgroup == 0) take_turn<Turn0>(math.warpgroup);  // the turn that the other one has passed on
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------

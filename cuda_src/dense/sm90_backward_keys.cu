@@ -1,4 +1,5 @@
-// Gradients of keys and values of dense attention on Hopper, and what each tile of keys adds to those of the queries.
+// Gradients of keys and values of dense attention on Hopper, and each key tile's contribution to the queries'
+// gradients.
 //
 //   S^T = K Q^T,   dP^T = V dO^T         (128 x d) (d x 64) per tile of queries
 //   P^T = exp2(S^T scale_log2 - lse2)    stays in registers
@@ -8,18 +9,19 @@
 //
 // Grid: one block per SM, which takes work items, tiles of 128 keys of a KV head, in the order of dense/tiles.cuh. Each
 // math warpgroup has 64 of the keys, their rows of all products, and half of the columns of dQ. Tiles of queries that
-// need a mask come last, when there has been time to look into them:
+// need a mask come last, when there has been time to inspect them:
 //
 //   both math | S1, dK0 | P | dP1, dV1 | dS | dQ1, dK1 | stage, add | S2, dK1 | P | dP2, dV2 | dS | dQ2, dK2 | ...
 //   load        Q2 dO2                                               Q3 dO3
-//   clean       K, Q and dO of tiles with a mask: what is not finite becomes 0
+//   clean       K, Q and dO of tiles with a mask: non-finite elements become 0
 //
-// What stands beside a product runs while the next part is made from it: most of dK of the tile before beside P, dV
-// beside dS, the rest of dK beside the additions. Both warpgroups are in the same part, as each needs the other's dS.
+// The second product of each pair runs while the next operand is computed from the first: most of the previous tile's
+// dK during P, dV during dS, the rest of dK during the additions. Both warpgroups are in the same part, as each needs
+// the other's dS.
 //
-// Source: FlashAttention's backward (2022), and the transposed products of its kernels for Hopper (2024). Here:
-// operands and results as the caller's, in pieces; tiles that end with their sequence; dK's product cut in two; sums of
-// dQ in the order of accumulators.
+// Source: FlashAttention's backward (2022), and the transposed products of its kernels for Hopper (2024). Here operands
+// and results keep the caller's layout, in pieces; tiles end with their sequence; dK's product is cut in two; sums of
+// dQ are in the order of accumulators.
 #include "common/limits.cuh"
 #include "dense/backward_params.cuh"
 #include "dense/sm90_rows.cuh"
@@ -52,23 +54,23 @@ constexpr i32 kCleanWarps = kWarpgroupWarps - 1, kCleanThreads = kCleanWarps * k
 constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
 constexpr i32 kLoadWarp = kMathWarps;
 constexpr i32 kRegsMath = 240, kRegsLoad = 24;
-constexpr i32 kLoadsAtOnce = 2;  // of a thread of the clean role: there are no registers for more
+constexpr i32 kLoadsAtOnce = 2;  // of a thread of the clean role, limited by registers
 static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 3 * regs_at_entry(kThreads), "what the block has at entry");
 
 constexpr i32 kStepQueries = kSw128Rows;  // of a tile of queries here
 constexpr i32 kStages = 2;
 constexpr i32 kWorkSlots = 2;
-constexpr i32 kLastItemsHere = 2;                  // fewer than usual: the sums of as many heads do not fit into the L2
+constexpr i32 kLastItemsHere = 2;                  // fewer than usual: the sums of that many heads exceed the L2
 constexpr i32 kGradientBuffers = kSumsDq ? 1 : 2;  // of dS^T
-constexpr i32 kDkStepsEarly = kSumsDq ? 1 : 0;     // of dK's product, beside the additions to dQ
+constexpr i32 kDkStepsEarly = kSumsDq ? 1 : 0;     // steps of dK's product during the additions to dQ
 constexpr i32 kPanelsQk = kHeadDimQk / kSw128Columns, kPanelsV = kHeadDimV / kSw128Columns;
 constexpr u32 kQueryPanelBytes = kSw128Bytes, kKeyPanelBytes = kKeyTileKeys * kSw128RowBytes;
 constexpr i32 kScores = kStepQueries / 2, kSumsK = kHeadDimQk / 2, kSumsV = kHeadDimV / 2;  // of a thread
 constexpr i32 kColumnsQ = kHeadDimQk / kMathWarpgroups, kSumsQ = kColumnsQ / 2;
 static_assert(kKeyTileKeys == kMathWarpgroups * kSw128Rows, "64 keys per warpgroup");
 
-// Where panels lie: the last one is the second. So dQ's columns of a warpgroup are a panel of its own, and half of the
-// third where there is one.
+// Panels are stored with the last one second. So each warpgroup's columns of dQ are a panel of its own, plus half of
+// the third if there is one.
 constexpr i32 kLastSlot = 1;
 MLA_DEVICE constexpr i32 slot_of(i32 panel) {
     return panel == kPanelsQk - 1 ? kLastSlot : panel < kLastSlot ? panel : panel + 1;
@@ -76,8 +78,8 @@ MLA_DEVICE constexpr i32 slot_of(i32 panel) {
 static_assert(kPanelsQk == 2 || kPanelsQk == 3, "a panel, or one and a half, per warpgroup");
 
 // ---- Work ------------------------------------------------------------------------------------------------------
-// The tiles of queries of a work item, counted from the sequence's first query: [first, end). Of all those in
-// [whole, whole_end) all queries see all keys of the item, which has as many as fit. They come first.
+// The query tiles of a work item, counted from the sequence's first query: [first, end). In [whole, whole_end) all
+// queries see all keys of the item, and the item has a full tile of keys. These tiles come first.
 struct QueryTiles {
     i32 first, end, whole, whole_end;
 
@@ -164,7 +166,7 @@ struct Maps {
     RowSource q, k, v, dout;
 };
 
-// As load_rows(), in the order of slots.
+// load_rows() in the order of slots.
 template <u32 kPanelBytes>
 MLA_DEVICE void load_slots(u8 (&to)[kPanelsQk][kPanelBytes], MBarrier& full, const RowSource& from, i32 first_row,
                            i32 head, i32 last_head, u64 l2_policy) {
@@ -177,7 +179,7 @@ MLA_DEVICE void load_slots(u8 (&to)[kPanelsQk][kPanelBytes], MBarrier& full, con
     }
 }
 
-// What it needs of an item it reads from the slot again and again: there are few registers.
+// Rereads the item's data from the slot, because registers are scarce.
 struct Loader {
     const PrefillBackwardParams& p;
     Storage& s;
@@ -186,7 +188,7 @@ struct Loader {
     RingCount<1> kv;
     RingCount<kStages> queries;
 
-    // The next work item goes to the math and clean roles; null: there is none.
+    // Announces the next work item to the math and clean roles; null: there is none.
     MLA_DEVICE const WorkSlot* announce(i32 index) {
         work.wait_empty(s.work_empty);
         WorkSlot& slot = s.work[work.stage()];
@@ -195,7 +197,7 @@ struct Loader {
         slot.kv_head = -1;
         if (there) {
             i32 heads = p.h_kv;
-            opaque(heads);  // what follows from it takes no register across the loop
+            opaque(heads);  // values derived from it then need no register across the loop
             const i32 last_items = kLastItemsHere * num_blocks();
             const WorkItem item = work_item(heads, p.kv_heads_at_once, index, num_tiles, last_items);
             const i32 group = p.h_q / heads;
@@ -256,7 +258,7 @@ struct Loader {
     }
 };
 
-// By one thread.
+// Called by one thread.
 MLA_DEVICE void run_load_role(const PrefillBackwardParams& p, Storage& s, const Maps& maps) {
     Loader loader{p, s, maps, {}, {}, {}};
     i32 index = blockIdx.x;
@@ -272,7 +274,7 @@ MLA_DEVICE void run_load_role(const PrefillBackwardParams& p, Storage& s, const 
 // a key are NaN, or lse2 of such a query. Where dO is not finite, delta is not, and the math role adds it to dV.
 MLA_DEVICE float not_a_number() { return __int_as_float(0x7fffffff); }
 
-// By all clean threads, once they have cleaned.
+// Called by all clean threads, once they have cleaned.
 MLA_DEVICE void announce_clean(MBarrier& full, i32 thread) {
     fence_proxy_async();
     bar_sync(Cleaned, kCleanThreads);
@@ -335,7 +337,7 @@ struct Math {
     MLA_DEVICE i32 row(i32 r) const { return warpgroup() * kSw128Rows + fragment_row(thread()) + 8 * r; }
 };
 
-// The same number in all lanes, in a uniform register.
+// A warp-uniform value, moved to a uniform register.
 MLA_DEVICE i32 uniform(i32 x) { return (i32)__reduce_or_sync(kFullWarp, (u32)x); }
 
 // The queries, counted from the tile's first, that see the thread's two keys: [from, to).
@@ -352,7 +354,8 @@ struct Seers {
     MLA_DEVICE bool sees(i32 column, i32 r) const { return column >= from[r] && column < to[r]; }
 };
 
-// The operands of a tile's products but the first and dK's, all made at once: it takes a reduction over the warp each.
+// The operands of a tile's products, except the first product and dK: built together, since each costs a reduction over
+// the warp.
 struct Operands {
     SmemDesc v, dout, dout_rows;     // dP^T = V dO^T, dV += P^T dO
     SmemDesc ds_columns, k_columns;  // dQ = dS K
@@ -392,7 +395,7 @@ MLA_DEVICE void start_dv(Math& math, const Operands& of) {
     wgmma_commit_group();
 }
 
-// Steps of dK += dS^T Q, whose operands are those of `stage`.
+// Starts steps of dK += dS^T Q with the operands of `stage`.
 template <i32 kFrom, i32 kTo>
 MLA_DEVICE void start_dk(Storage& s, Math& math, i32 stage) {
     const SmemDesc ds = uniform(k_major_desc(smem_addr(s.ds[stage % kGradientBuffers][math.warpgroup()])));
@@ -410,7 +413,7 @@ MLA_DEVICE void start_dq(float (&dq)[kSumsQ], const Operands& of) {
     wgmma_commit_group();
 }
 
-// All that the warpgroup has written of dS^T is there.
+// The warpgroup's part of dS^T is stored.
 MLA_DEVICE void sync_warpgroup(const Math& math) {
     if (math.warpgroup() == 0) {
         bar_sync(OwnGradients0, kWarpgroupThreads);
@@ -546,15 +549,15 @@ MLA_DEVICE void finish_dk(Storage& s, Math& math, i32 stage) {
     release(s.q_empty[stage], math.thread());
 }
 
-// Where the warp's rows of a tile of queries are among the sums of dQ; null: they are beyond the sequence's end.
+// Address of the warp's rows of a query tile in the sums of dQ; null if they are beyond the sequence's end.
 MLA_DEVICE float* dq_sums(const PrefillBackwardParams& p, const Math& math, const WorkSlot& item, i32 n, i32 head) {
     const i32 row = item.queries.at(n) * kStepQueries + uniform(math.thread() / kWarpThreads) * kRowGroup;
     if (row >= item.tile.queries) return nullptr;
     return p.dq_sums + ((i64)head * p.num_rows + item.tile.first_row + row) * kHeadDimQk;
 }
 
-// The n-th tile of queries, of a head. What is left of dK's product of the tile before runs beside P, and of this one's
-// is left to the next; `first`: there is none before.
+// The n-th tile of queries of a head. The rest of the previous tile's dK product runs during P, and part of this tile's
+// is left to the next one. `first`: there is no previous tile.
 template <bool kMasked>
 MLA_DEVICE void step(const PrefillBackwardParams& p, Storage& s, Math& math, i32 n, i32 head, bool first) {
     opaque(math.index);  // otherwise the compiler keeps all addresses in registers across the loop
@@ -615,7 +618,8 @@ MLA_DEVICE void last_step(Storage& s, Math& math) {
     finish_dk(s, math, stage);
 }
 
-// Cold: what the clean role has taken away of dO, for the keys that see it. Any multiple of an infinity is infinite.
+// Cold: the non-finite elements of dO that the clean role has zeroed, for the keys that see them. Any multiple of an
+// infinity is infinite.
 MLA_DEVICE void add_nonfinite(const PrefillBackwardParams& p, Math& math, const WorkSlot& item) {
 #pragma unroll 1
     for (i32 n = item.queries.wholes() * kStepQueries; n < item.queries.count() * kStepQueries; ++n) {

@@ -6,16 +6,16 @@
 //   dQ = scale dS K
 //
 // Grid: one block per SM, which takes work items, tiles of 128 queries of a head, in the order of dense/tiles.cuh. Each
-// math warpgroup has 64 of the queries and all keys, from the first tile to the last: those that need a mask come last,
-// when there has been time to look into them. S and dP of a tile are computed beside dQ of the tile before:
+// math warpgroup has 64 of the queries and all keys, from the first tile to the last: tiles that need a mask come last,
+// when there has been time to inspect them. S and dP of a tile overlap with dQ of the previous one:
 //
 //   math_0  | S0 dP0 | dS 0 | dQ0 S1 dP1 | dS 1   | dQ1 S2 dP2 | dS 2   | dQ2 | store, next Q ...
 //   math_1           | S0 dP0 | dS 0  | dQ0 S1 dP1 | dS 1   | dQ1 S2 dP2 | dS 2   | dQ2 | store ...
 //   load    K0 V0 Q dO  K1 V1    K2          V2            next item: K V Q dO ...
-//   clean   K2: what not every query sees becomes finite
+//   clean   K2: keys that not every query sees become finite
 //
-// The warpgroups take turns with issuing their products, so that one has its exponentials while the other has the
-// tensor cores. Operands and results lie as the caller's: their last 64 columns may be arrays of their own.
+// The warpgroups take turns issuing their matmuls, so that one computes exponentials while the other uses the tensor
+// cores. Operands and results keep the caller's layout: their last 64 columns may be separate arrays.
 //
 // Each row is summed by one block in the order of the keys: the result is the same from run to run.
 #include "common/limits.cuh"
@@ -137,7 +137,7 @@ struct Loader {
         return head;
     }
 
-    // Of the next warpgroup.
+    // Loads the next warpgroup's queries.
     MLA_DEVICE void load_queries(i32 first_query, i32 head) {
         MBarrier& full = s.q_full[q.stage];
         q.wait_empty(s.q_empty);
@@ -189,7 +189,7 @@ struct Loader {
     }
 };
 
-// By one thread.
+// Called by one thread.
 MLA_DEVICE void run_load_role(const PrefillBackwardParams& p, Storage& s, const Maps& maps) {
     Loader loader{p, s, maps, {}, {}, {}, {}, {}};
     const i32 num_tiles = p.schedule->num_tiles;
@@ -289,13 +289,13 @@ MLA_DEVICE void exponentiate(Math& math, float scale_log2) {
     }
 }
 
-// The exponentials come before the wait for dP: the compiler would move that wait up, past all of them, but not past a
-// branch to an arrival, which nobody waits for.
+// The exponentials come before the wait for dP. The compiler would move that wait up past all of them, but not past a
+// branch to an arrival, for which nobody waits.
 MLA_DEVICE void hold_wait(Storage& s, Math& math, bool last) {
     if (last) release(s.exponentiated, math.thread);
 }
 
-// What is hidden becomes 0 whatever it was: there may be NaN in it.
+// Hidden elements become 0 whatever they were: they may be NaN.
 template <bool kMasked>
 MLA_DEVICE void make_ds(Math& math, const QueryTile& tile, i32 first_key) {
     const i32 seen[kFragmentRows] = {tile.seen(math.row(0)) - first_key, tile.seen(math.row(1)) - first_key};
@@ -311,7 +311,7 @@ MLA_DEVICE void make_ds(Math& math, const QueryTile& tile, i32 first_key) {
     }
 }
 
-// S, dP and dS of a tile of keys, beside dQ of the tile before it.
+// Computes S, dP and dS of a tile of keys, and overlaps dQ of the previous one.
 template <bool kFirst, bool kMasked>
 MLA_DEVICE void step(const PrefillBackwardParams& p, Storage& s, Math& math, const QueryTile& tile, i32 keys,
                      bool last) {
@@ -387,7 +387,7 @@ MLA_DEVICE void load_row_values(const PrefillBackwardParams& p, Math& math, cons
 }
 
 // ---- Results ---------------------------------------------------------------------------------------------------
-// A row without a key, whose lse2 is infinite, has none; one that sees a key that is not finite has no finite one.
+// A row without keys, whose lse2 is infinite, has no gradient; the gradient of a row that sees a non-finite key is NaN.
 MLA_DEVICE void scale_sums(Math& math, const QueryTile& tile, float scale, i32 first_nonfinite) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
@@ -434,7 +434,7 @@ MLA_DEVICE void run_math_role(const PrefillBackwardParams& p, Storage& s, i32 wa
         release(s.work_empty[math.work.stage], thread);
         math.work.advance();
     }
-    if (warpgroup == 0) take_turn<Turn0>(math.warpgroup);  // that the other one has passed on
+    if (warpgroup == 0) take_turn<Turn0>(math.warpgroup);  // the turn that the other one has passed on
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------

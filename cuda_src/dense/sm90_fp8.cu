@@ -6,18 +6,18 @@
 //   l += 2^(m - r) (P 1)         by the same products
 //   out = O / l,   lse = ln 2 (r - 8 + log2 of the sum of P before it is rounded)
 //
-// Grid, work items, tiles and turns are those of dense/sm90.cu. The tensor cores cut sums of e4m3 products off after 13
-// fraction bits, so a sum of theirs is short, and the rest of it is in float32: two halves of a tile's keys times two
-// of the columns are four short products, each in the registers of the one before, beside the exponentials of the next
-// tile:
+// Grid, work items, tiles and turns are as in dense/sm90.cu. The tensor cores cut sums of e4m3 products off after 13
+// fraction bits, so each of their sums is short, and float32 adds the sums: two halves of a tile's keys times two
+// halves of the columns are four short products. Each reuses the registers of the one before, during the exponentials
+// of the next tile:
 //
 //   math    | Q K1 | softmax 1 ..........................| Q K0 | ...
 //                  | P2 V2 .. | P2 V2 .. | P2 V2 .. | P2 V2 |     halves of keys, halves of columns
-//   turn    V1: rows of keys become rows of columns (dense/fp8_values.cuh), and NaN that not every query sees becomes 0
+//   turn    V1: transposed (dense/fp8_values.cuh), and NaN that not every query sees becomes 0
 //
-// Source: FlashAttention-3's schedule (2024) and its idea that the order of keys is free; sums that leave the tensor
-// cores before they lose bits, DeepGEMM's. Here: sums of weights by the tensor cores, each tile's weights with a
-// maximum of their own.
+// Source: FlashAttention-3's schedule (2024) and its idea that the order of keys is free; DeepGEMM's idea that sums
+// leave the tensor cores before they lose bits. Here the tensor cores also sum the weights, and each tile's weights
+// have their own maximum.
 #include "attention/online_softmax.cuh"
 #include "common/limits.cuh"
 #include "dense/fp8_params.cuh"
@@ -63,7 +63,7 @@ constexpr i32 kColumnHalves = 2;        // of values
 constexpr i32 kOut = kSw128Rows / 2;    // of a thread and half
 constexpr i32 kSums = kOut + 4;         // the second half's product has the sum of weights, too
 constexpr i32 kKeySteps = kTileKeys / kMmaKBytes, kStepScores = kScores / kKeySteps;
-constexpr i32 kHalfSteps = kKeySteps / 2;  // whose sum is the tensor cores'
+constexpr i32 kHalfSteps = kKeySteps / 2;  // summed by the tensor cores
 constexpr u32 kHalfBytes = kHalfSteps * kMmaKBytes;
 
 constexpr float kWeightLog2 = 8.f;      // P at a tile's largest score: e4m3 has no more than 448
@@ -197,12 +197,12 @@ struct Loader {
         for (i32 i = last; i >= 0; --i) {
             load_keys(tile.first_key + i * kTileKeys, kv_head);
             load_values(tile.first_key + i * kTileKeys, kv_head);
-            if (i == last) load_queries(tile, head);  // once the warpgroups are done with those of the item before
+            if (i == last) load_queries(tile, head);  // once the warpgroups are done with the last item's queries
         }
     }
 };
 
-// By one thread.
+// Called by one thread.
 MLA_DEVICE void run_load_role(const PrefillFp8Params& p, Storage& s, const Maps& maps) {
     Loader loader{p, s, maps, {}, {}, {}, {}};
     const i32 num_tiles = p.schedule->num_tiles;
@@ -218,7 +218,7 @@ MLA_DEVICE void run_load_role(const PrefillFp8Params& p, Storage& s, const Maps&
 }
 
 // ---- Rows with huge scores -------------------------------------------------------------------------------------
-// What dense/sm90_huge_rows.cuh reads of a work item, and where its results go.
+// Interface for dense/sm90_huge_rows.cuh: what it reads of a work item, and where its results go.
 MLA_DEVICE u32 half_pair(const PrefillFp8Params& p, float x, float y) {
     return p.out_is_fp16 ? cvt_x2(float16{}, x, y) : cvt_x2(bfloat16{}, x, y);
 }
@@ -312,7 +312,7 @@ struct Turner {
         tiles.advance();
     }
 
-    // Of the item before.
+    // Recomputes rows of the last item with huge scores.
     MLA_DEVICE void redo_huge_rows() {
         RingCount<kWorkSlots> before{work.count - 1};
         before.wait_full(s.work_done);
@@ -324,7 +324,7 @@ struct Turner {
 
     // The first tile of values, which the math role waits for, comes before the huge rows. `count` may be 0.
     MLA_DEVICE void run_item(WorkSlot& slot, i32 count) {
-        i32 first = slot.tile.seen_by_all() - (count - 1) * kTileKeys;  // that not every query sees, in the tile
+        i32 first = slot.tile.seen_by_all() - (count - 1) * kTileKeys;  // first key that not every query sees
         bool redone = work.count == 0;
 #pragma unroll 1
         for (i32 i = count - 1; i >= 0 || !redone; --i, first += kTileKeys) {
@@ -355,10 +355,10 @@ struct Math {
     float scores[kScores];
     float out[kColumnHalves][kOut];  // relative to `reference`
     u32 weights[kKeySteps][4];       // P
-    // Of the thread's two rows. All but `sum`, the thread's share, are equal in the four lanes of a quad.
+    // Two rows per thread. All but `sum`, the thread's share, are equal in the four lanes of a quad.
     float reference[kFragmentRows];  // base 2
     float sum[kFragmentRows], rounded_sum[kFragmentRows];
-    float factor[kFragmentRows];  // of the tile whose weights are in P
+    float factor[kFragmentRows];  // of the tile with weights in P
     RingCount<kWorkSlots> work;
     Ring<1> q;
     RingCount<kStages> k, v;
@@ -452,8 +452,8 @@ MLA_DEVICE void release_values(Storage& s, Math& math) {
     math.v.advance();
 }
 
-// Exponentials come before the wait for a product: the compiler would move that wait up, past all of them, but not past
-// a branch to an arrival, which nobody waits for.
+// Exponentials come before the wait for a product. The compiler would move that wait up past all of them, but not past
+// a branch to an arrival, for which nobody waits.
 MLA_DEVICE void hold_wait(Storage& s, Math& math, bool last) {
     if (last) release(s.exponentiated, math.thread);
 }
@@ -470,7 +470,7 @@ MLA_DEVICE void mask_scores(Math& math, const QueryTile& tile, i32 first_key) {
 constexpr i32 kChains = 4;
 MLA_DEVICE constexpr i32 chain_of(i32 i) { return i / 4 % 2 * 2 + i % 2; }
 
-// What the tile whose weights are being made has: its rows' maxima in base 2, and the thread's sums of weights.
+// The tile whose weights are being computed: its rows' maxima in base 2, and the thread's sums of weights.
 struct TileSoftmax {
     float top[kFragmentRows];
     float sums[kFragmentRows][2];
@@ -552,7 +552,7 @@ MLA_DEVICE void first_step(Storage& s, Math& math, const QueryTile& tile, i32 ke
     end_softmax(math, softmax);
 }
 
-// The scores of a tile of keys, beside the values of the tile before it.
+// Computes the scores of a tile of keys, and overlaps the values of the previous one.
 template <bool kEnds>
 MLA_DEVICE void step(Storage& s, Math& math, const QueryTile& tile, i32 keys, float scale_log2) {
     float sums[kSums];  // of one product after another
@@ -611,7 +611,7 @@ MLA_DEVICE void last_step(Storage& s, Math& math) {
     release_values(s, math);
 }
 
-// Of a tile that only the other warpgroup sees.
+// Skips a tile that only the other warpgroup sees.
 MLA_DEVICE void skip_keys(Storage& s, Math& math) {
     math.k.wait_full(s.k_full);
     take_turn<Turn0>(math.warpgroup);
@@ -664,7 +664,7 @@ MLA_DEVICE void store_result(const PrefillFp8Params& p, Storage& s, Math& math, 
                              float value_scale) {
     const float sum = quad_sum(math.sum[kRow]);
     i32 row = math.row(kRow);
-    opaque(row);  // or the loops over tiles would have no registers left
+    opaque(row);  // otherwise the loops over tiles would have no registers left
     if (row >= tile.queries) return;
     if (has_huge_scores(math.reference[kRow], sum, tile, row)) return s.huge[math.work.stage()].note(row);
     const i64 query = tile.first_query + row;
@@ -683,7 +683,7 @@ MLA_DEVICE void store_result(const PrefillFp8Params& p, Storage& s, Math& math, 
     if (math.thread % 4 == 0) store_lse(p, query, head, lse);
 }
 
-// Cold: what the turn role has taken away, for the rows that see it; over what the same thread has stored.
+// Cold: NaN values that the turn role has zeroed, for the rows that see them; overwrites the same thread's stores.
 MLA_DEVICE void store_nan(const PrefillFp8Params& p, const Math& math, const QueryTile& tile, i32 head) {
     const i32 kv_head = head / (p.h_q / p.h_kv);
     const float nan = e4m3_value(kE4m3Nan);
@@ -726,7 +726,7 @@ MLA_DEVICE void run_math_role(const PrefillFp8Params& p, Storage& s, i32 warpgro
         release(s.work_done[math.work.stage()], thread);
         math.work.advance();
     }
-    if (warpgroup == 0) take_turn<Turn0>(math.warpgroup);  // that the other one has passed on
+    if (warpgroup == 0) take_turn<Turn0>(math.warpgroup);  // the turn that the other one has passed on
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ namespace mla::dense {
 // sums behind that are infinite, and could not be scaled by 0 once an ordinary score comes.
 constexpr float kFirstMax = -attention::kHugeMax;
 
-// Returns true if a row's sums are wrong because its scores are huge. `sum` is the row's, of weights. A row whose
+// Returns true if a row's sums are wrong because its scores are huge. `sum` is the row's sum of weights. A row whose
 // maximum has not moved saw no score above kFirstMax, or NaN.
 MLA_DEVICE bool has_huge_scores(float max, float sum, const QueryTile& tile, i32 row) {
     if (max == kFirstMax) return tile.seen(row) > 0 && sum == sum;
@@ -57,7 +57,7 @@ struct PlainSums {
     }
 };
 
-// By a warp. `Operands` reads the work item's arrays: see dense/sm90.cu. A warp has as many lanes as a word has bits.
+// Called by a warp. `Operands` reads the work item's arrays: see dense/sm90.cu. A warp has one lane per bit of a word.
 template <class Operands>
 MLA_DEVICE void redo_row(Operands operands, const QueryTile& tile, i32 row, i32 lane) {
     constexpr i32 kKeysAtOnce = kWarpThreads * kWordBits;  // a bit each, in one register of the warp
@@ -72,7 +72,7 @@ MLA_DEVICE void redo_row(Operands operands, const QueryTile& tile, i32 row, i32 
         for (i32 i = 0; i < kWarpThreads; ++i) {
             const u32 word = __shfl_sync(kFullWarp, words, i);
             if (word == 0) continue;
-            opaque(query), opaque(operands.head);  // what follows from them is not worth registers
+            opaque(query), opaque(operands.head);  // values derived from them are not worth registers
             const i32 key = tile.first_key + first + i * kWordBits;
             const float weight = sums.add(word >> lane & 1 ? operands.score(query, key + lane) : negative_infinity());
 #pragma unroll 1
@@ -85,7 +85,7 @@ MLA_DEVICE void redo_row(Operands operands, const QueryTile& tile, i32 row, i32 
     operands.store(sums, query, lane);
 }
 
-// By warp number `warp` of kWarps.
+// Called by warp `warp` of kWarps.
 template <i32 kWarps, class Operands>
 MLA_DEVICE void redo_huge_rows(const Operands& operands, const QueryTile& tile, const HugeRows& rows, i32 warp,
                                i32 lane) {

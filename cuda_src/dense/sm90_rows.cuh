@@ -1,5 +1,5 @@
-// What the kernels for Hopper that walk tiles of queries share: work items, tiles of rows in panels of 64 columns,
-// their copies, what nobody may see in them, and the turns of two warpgroups.
+// Shared by the Hopper kernels that walk tiles of queries: work items, tiles of rows in panels of 64 columns, their
+// copies, clearing of elements that nobody may see, and the turns of two warpgroups.
 #pragma once
 #include "dense/tiles.cuh"
 #include "ptx/barrier.cuh"
@@ -10,7 +10,7 @@
 namespace mla::dense {
 static_assert(kRopeColumns == kSw128Columns, "the last columns are a panel");
 
-// Of both forms of parameters: the tile of queries of a work item goes to its slot; returns its head, or -1 if there is
+// For either kind of parameters: copies the query tile of a work item to its slot; returns its head, or -1 if there is
 // no such item.
 template <class Params>
 MLA_DEVICE i32 find_item(const Params& p, i32 index, i32 num_tiles, QueryTile& tile, QueryTile& slot) {
@@ -31,7 +31,7 @@ MLA_DEVICE void pass_turn(i32 warpgroup) {
     bar_arrive(warpgroup == 0 ? kTurn0 + 1 : kTurn0, 2 * kWarpgroupThreads);
 }
 
-// Rows of an array. Their last panel may be of an array of its own, and begins at last_column there.
+// Rows of an array. Their last panel may be in a separate array, and begins at last_column there.
 struct RowSource {
     const TensorMap &map, &last_map;
     i32 last_column;
@@ -54,7 +54,7 @@ MLA_DEVICE void load_rows(u8 (&to)[kPanels][kPanelBytes], MBarrier& full, const 
 template <i32 kTileKeys>
 struct KeyTiles {
     i32 count;
-    i32 whole;  // of these, the first ones, whose rows need no care: all queries see all of their keys
+    i32 whole;  // the first of these, which need no cleaning: all queries see all of their keys
 
     MLA_DEVICE explicit KeyTiles(const QueryTile& tile, bool all_need_care = false)
         : count(ceil_div(tile.seen_by_any(), kTileKeys)),
@@ -67,7 +67,7 @@ MLA_DEVICE i32 seen_by_rows(const QueryTile& tile, i32 first, i32 rows) {
     return first < end ? max(0, tile.seen(end - 1)) : 0;
 }
 
-// Whether there is NaN or infinity in a thread's share of the rows from `first` on.
+// Returns true if a thread's share of the rows from `first` on contains NaN or infinity.
 template <class Element, i32 kThreads, i32 kLoads, i32 kPanels, u32 kPanelBytes>
 MLA_DEVICE bool has_nonfinite(const u8 (&rows)[kPanels][kPanelBytes], i32 first, i32 thread) {
     constexpr i32 kRows = kPanelBytes / kSw128RowBytes;
@@ -81,8 +81,8 @@ MLA_DEVICE bool has_nonfinite(const u8 (&rows)[kPanels][kPanelBytes], i32 first,
     return finder.found();
 }
 
-// Rows from `first` on keep their finite elements, the others become 0; calls `found(row)` where there was one. The
-// first look is fast, with kLoads of a thread in flight, and mostly all.
+// Zeroes the non-finite elements of the rows from `first` on; calls `found(row)` for each such row. A fast first check,
+// with kLoads of a thread in flight, usually finds none.
 template <class Element, i32 kThreads, i32 kLoads = 4, i32 kPanels, u32 kPanelBytes, class Found>
 MLA_DEVICE void clean_rows(u8 (&rows)[kPanels][kPanelBytes], i32 first, i32 thread, Found found) {
     constexpr i32 kRows = kPanelBytes / kSw128RowBytes;

@@ -1,11 +1,11 @@
-// What the kernels of dense attention divide their work into: tiles of queries, or of keys, and the order of work.
+// Divides the work of dense attention: tiles of queries, or of keys, and the order of work.
 #pragma once
 #include "common/types.cuh"
 
 namespace mla::dense {
 constexpr i32 kTileQueries = 128, kKeyTileKeys = 128;
-constexpr i32 kRopeColumns = 64;  // the last columns of queries and keys, which may be arrays of their own
-constexpr i32 kRowGroup = 16;     // where sequences begin in what the workspace has for each query
+constexpr i32 kRopeColumns = 64;  // the last columns of queries and keys, which may be separate arrays
+constexpr i32 kRowGroup = 16;     // alignment of sequences in the workspace's per-query data
 
 // Up to 128 neighbouring queries of a sequence, and its keys. Query r of the tile sees the first diagonal + r + 1 of
 // them, at most all.
@@ -13,7 +13,7 @@ struct alignas(16) QueryTile {
     i32 first_query, queries;
     i32 first_key, keys;
     i32 diagonal;   // at least `keys`, where queries see all keys
-    i32 first_row;  // of the workspace, for its first query
+    i32 first_row;  // workspace row of its first query
     i32 unused[2];
 
     MLA_DEVICE i32 seen(i32 row) const { return min(keys, diagonal + row + 1); }
@@ -27,7 +27,7 @@ struct alignas(16) KeyTile {
     i32 first_key, keys;
     i32 first_query, queries;
     i32 diagonal;   // at most -keys, where queries see all keys
-    i32 first_row;  // of the workspace, for the sequence's first query
+    i32 first_row;  // workspace row of the sequence's first query
     i32 unused[2];
 
     MLA_DEVICE i32 first_seer(i32 row) const { return min(queries, max(0, diagonal + row)); }
@@ -44,10 +44,10 @@ struct Sequence {
     i32 first_row;
 };
 
-// What the schedule finds, in the workspace.
+// The schedule's result, in the workspace.
 struct Schedule {
     i32 num_tiles;
-    i32 next_item;  // of those that blocks take in turn; the first ones are given by the block's index
+    i32 next_item;  // next item to hand out; the first ones follow the block's index
 };
 
 // A tile of one head.
@@ -55,7 +55,7 @@ struct WorkItem {
     i32 tile, head;
 };
 
-// What a block should get of the last group of heads: the shortest items then come last, and blocks end together.
+// Items per block in the last group of heads: the shortest items then come last, and blocks end together.
 constexpr i32 kLastItems = 8;
 
 // The order of work: the heads in groups of heads_at_once, the last of them larger; within one, tile after tile, and

@@ -34,7 +34,7 @@ MLA_FACT(num_bins, kNumBins);
 // The smallest e with x <= 2^e.
 MLA_DEVICE i32 ceil_log2(u32 x) { return x <= 1 ? 0 : 32 - __clz(x - 1); }
 
-// The same for a non-negative float; at least -127.
+// Rounded-up log2 of a non-negative float; at least -127.
 MLA_DEVICE i32 ceil_log2(float x) {
     const u32 bits = __float_as_uint(x);
     return (i32)(bits >> 23) - 127 + ((bits & 0x7fffff) != 0);

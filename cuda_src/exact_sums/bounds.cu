@@ -1,9 +1,9 @@
-// An upper bound on what any query adds to an element of dKV, for the binned sums of the sparse backward.
+// An upper bound on a query's contribution to an element of dKV, for the binned sums of the sparse backward.
 //
 //   c_i = sum_h max|dO_ih| + scale (|dO_ih| max_j |V_j| + |delta_ih|) max|Q_ih|,   largest = max_i c_i
 //
 // since P <= 1 and |dO . V| <= |dO| |V|. j runs over the rows that query i selects. Heads with a non-finite number are
-// ignored: what they add is not finite either, in any order.
+// ignored: their contribution is non-finite in any order.
 //
 // Grid: x = queries. The threads of a block scan the query's rows, then each warp takes every eighth head.
 #include "attention/shapes.cuh"

@@ -1,7 +1,7 @@
 // The L2 norm of the value part of each selected row of kv, |kv[j, :512]|, for exact_sums_bounds.
 //
-// Grid: x = rows of kv, one warp each. A norm that is not finite becomes 0: what is added to such a row is not finite
-// either. Rows that no query selects are neither read nor written.
+// Grid: x = rows of kv, one warp each. A non-finite norm becomes 0: the additions to such a row are non-finite anyway.
+// Rows that no query selects are neither read nor written.
 #include "attention/shapes.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"

@@ -1,8 +1,8 @@
-// Index keys of 128 e2m1 numbers and four scales, one for each 32 of them: the exponents of powers of two (ue8m0).
+// Index keys of 128 e2m1 numbers and four scales, one per 32 numbers: exponents of powers of two (ue8m0).
 //
-// A key becomes e4m3 numbers with one scale: those of a group are multiplied by its scale over the largest of the
-// key's, and by 2^6, which leaves room below. That is exact where the scales of a key are at most 2^14 apart; groups
-// with a smaller scale are zeros. A scale of NaN, 0xff, makes a group NaN.
+// A key becomes e4m3 numbers with one scale: the numbers of a group are multiplied by the group's scale over the key's
+// largest scale, and by 2^6, which leaves room below. That is exact where the scales of a key are at most 2^14 apart;
+// groups with a smaller scale become zeros. A NaN scale, 0xff, makes a group NaN.
 //
 // Source of the record: DeepGEMM's paged cache for its logits in FP4.
 #pragma once
@@ -27,7 +27,7 @@ struct E2m1Scales {
     MLA_DEVICE i32 of(i32 group) const { return (i32)(bytes >> 8 * group & 0xff); }
     // 2^(largest - 127), which may be subnormal.
     MLA_DEVICE float power() const { return __uint_as_float(largest == 0 ? 1u << 22 : (u32)largest << 23); }
-    // What the e4m3 numbers are to be multiplied by.
+    // Factor of the key's e4m3 numbers.
     MLA_DEVICE float of_key() const { return power() * (1.f / (1 << kRaised)); }
 };
 

@@ -1,12 +1,12 @@
-// Tables of keys in e2m1 (indexer/e2m1_keys.cuh) whose scales are near each other: no e4m3 number of theirs is
-// subnormal, so that a group's table is that of the largest scale with smaller exponents, in four instructions.
+// Tables of e2m1 keys (indexer/e2m1_keys.cuh) with nearly equal scales: none of their e4m3 numbers is subnormal, so a
+// group's table is the largest scale's table with smaller exponents, in four instructions.
 #pragma once
 #include "indexer/e2m1_keys.cuh"
 
 namespace mla::indexer {
 constexpr i32 kNear = 12;  // differences of scales from which on there are subnormal numbers
 
-// Whether all scales of a key are numbers, and near.
+// Returns true if all scales of a key are numbers, and near each other.
 MLA_DEVICE bool are_near(const E2m1Scales& scales) {
     i32 most = 0;
 #pragma unroll

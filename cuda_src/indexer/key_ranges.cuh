@@ -13,7 +13,7 @@ struct KeyRange {
     MLA_DEVICE bool contains(i32 key) const { return begin <= key && key < end; }
 };
 
-// As they lie in memory.
+// The caller's bounds as stored in memory.
 struct KeyBounds {
     i32 begin, end;
 };
@@ -25,7 +25,7 @@ struct KeyRanges {
     i64 ends_stride_block_elems, ends_stride_token_elems;
     i32 num_tokens, num_blocks, block_tokens;
     i32 num_keys;
-    i32 end_of_last;  // `ends` are those of the last token of a block: each token before it sees one key less
+    i32 end_of_last;  // `ends` hold the end of a block's last token: each token before it sees one key less
 
     MLA_DEVICE i32 tokens_of(i32 block) const { return min(block_tokens, num_tokens - block * block_tokens); }
 
@@ -58,7 +58,7 @@ MLA_DEVICE TileRange tiles_of(i32 first_key, i32 last_key) {
     return first_key < last_key ? TileRange{first_key / kTileKeys, ceil_div(last_key, kTileKeys)} : TileRange{0, 0};
 }
 
-// By one thread.
+// Called by one thread.
 template <i32 kTileKeys>
 MLA_DEVICE TileRange block_tiles(const KeyRanges& ranges, i32 block) {
     const i32 tokens = ranges.tokens_of(block);
@@ -73,7 +73,7 @@ MLA_DEVICE TileRange block_tiles(const KeyRanges& ranges, i32 block) {
     return tiles_of<kTileKeys>(first, last);
 }
 
-// By all lanes of a warp, each of which knows the range of one token, or an empty one.
+// Called by all lanes of a warp, each with the range of one token, or an empty one.
 template <i32 kTileKeys>
 MLA_DEVICE TileRange warp_tiles(KeyRange range) {
     const i32 first = range.begin < range.end ? range.begin : 0x7fffffff;
@@ -81,7 +81,7 @@ MLA_DEVICE TileRange warp_tiles(KeyRange range) {
 }
 
 // ---- The line of all tiles, cut evenly -------------------------------------------------------------------------
-// The tiles of all blocks lie in one line; thread block i of the grid takes those from cuts[i] up to cuts[i + 1].
+// The tiles of all blocks form one line; thread block i of the grid takes tiles cuts[i] up to cuts[i + 1].
 struct TileCut {
     i32 block, tile;
 };
@@ -90,12 +90,12 @@ struct LineShare {
     TileCut from, to;
 };
 
-// Equal shares, of which the first ones are larger by one.
+// Equal shares; the first `total % num_splits` are larger by one.
 MLA_DEVICE i32 share_begin(u32 split, u32 num_splits, u32 total) {
     return (i32)(split * (total / num_splits) + min(split, total % num_splits));
 }
 
-// What a block adds to the line: its tiles, and what fetching its queries costs beside 128 keys.
+// Cost of a block in tiles. Fetching its queries counts as one tile of 128 keys, and as nothing for smaller tiles.
 template <i32 kTileKeys>
 struct BlockCost {
     static constexpr i32 kQueries = kTileKeys >= 128 ? 1 : 0;

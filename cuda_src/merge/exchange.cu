@@ -1,25 +1,25 @@
 // Merges the partial results of all ranks of a context-parallel decode, in one launch per rank.
 //
-// Every rank has attended with all heads to its share of the tokens, and needs the result of its share of the heads.
-// So rank r sends each other rank p its results of p's heads, and merges what it receives for its own, in the order of
-// the ranks. Where the decode has split a request, it also merges the pieces: this is its combine, whose results go to
-// the other ranks' memory at once.
+// Every rank has attended with all heads to its share of the tokens, and needs the result of its share of the heads. So
+// rank r sends each other rank p its results of p's heads, and merges what it receives for its own heads, in the order
+// of the ranks. Where the decode has split a request, this kernel also merges the pieces: it replaces the decode's
+// combine and sends the results to the other ranks' memory at once.
 //
 // Grid: x = blocks, the same number on every rank; block i moves and merges the same slices of rows on all of them, so
 // it waits for the blocks i of the other ranks alone. y = ranks that run in this launch: 1; more only where one GPU
-// plays several, which needs all blocks to be resident. A block is two teams, each of which works at a slice.
+// plays several, which requires all blocks to be resident. A block is two teams, each working on a slice.
 //
 //   push          slices of the other ranks' heads, merged from their pieces, into these ranks' slabs (over NVLink)
-//   signal        one flag per rank, released at system scope: what was pushed is visible to whom acquires it
+//   signal        one flag per rank, released at system scope: pushed data is visible to whoever acquires the flag
 //   own slice     merged from its pieces, while flags and slices travel
-//   wait          until the flags of all ranks have come, or the time is over
+//   wait          until the flags of all ranks have arrived, or the time is over
 //   merge         the own slices and those in this rank's slabs
 //
-// Slabs and flags are there twice. Calls take the two in turn, by an epoch that lives on the device, so that replays of
-// a graph do as well. A rank pushes its call n + 2 only after its call n + 1 has heard from everyone, and no rank
-// signals call n + 1 before having merged call n: that the half is free needs no further message.
+// There are two halves of slabs and flags. Calls alternate between them by an epoch in device memory, so that replays
+// of a graph alternate as well. A rank pushes its call n + 2 only after its call n + 1 has heard from everyone, and no
+// rank signals call n + 1 before having merged call n: no further message is needed to know that the half is free.
 //
-// The idea of stores into peers' memory with flags behind them is that of one-shot all-reduce kernels.
+// Stores into peers' memory followed by flags are the idea of one-shot all-reduce kernels.
 #include "common/facts.cuh"
 #include "merge/exchange_flags.cuh"
 #include "merge/local_slices.cuh"
@@ -61,8 +61,8 @@ struct Storage {
 };
 
 // ---- Functions -------------------------------------------------------------------------------------------------
-// What is older than the kernels before this one: addresses, and the schedule, which the attention kernel had waited
-// for before it let this kernel start.
+// Reads only data older than the preceding kernels: addresses, and the schedule, for which the attention kernel waited
+// before it let this kernel start.
 MLA_DEVICE void prepare(const MergeExchangeParams& p, Storage& s) {
     if (threadIdx.x < p.world) s.mailboxes[threadIdx.x] = p.mailboxes[threadIdx.x];
     if (p.schedule == nullptr) return;
@@ -74,7 +74,7 @@ MLA_DEVICE void prepare(const MergeExchangeParams& p, Storage& s) {
 
 MLA_DEVICE i32 element_bytes(const MergeExchangeParams& p) { return p.outs_are_fp32 ? 4 : 2; }
 
-// Where `owner` keeps what `source` has sent it of a slice.
+// `owner`'s copy of a slice sent by `source`.
 MLA_DEVICE u8* record(const MergeExchangeParams& p, const Member& m, i32 owner, i32 source, const SlicePlace& at) {
     const i32 row_bytes = p.d * element_bytes(p) + p.slices * kChunkBytes;
     return m.mailboxes[owner].slabs + (m.half() * p.world + source) * p.slab_bytes + (i64)at.row * row_bytes +
@@ -145,8 +145,8 @@ MLA_DEVICE void finish_slice(const MergeExchangeParams& p, const Member& m, cons
           at.s * p.lse_stride_s_elems] = callers_lse(p.lse_convention, total_lse2(total.max_lse, total.sum));
 }
 
-// All slices of this block, those of the other ranks' heads first, the next rank's before all others', so that not all
-// send to the same.
+// All slices of this block, first the other ranks' heads, beginning with the next rank, so that not all ranks send to
+// the same one.
 MLA_DEVICE void exchange(const MergeExchangeParams& p, const Member& m, Storage& s) {
     const i32 team = threadIdx.x / kTeamThreads, units = p.b * p.s_q * p.heads * p.slices;
     bool sent = false, complete = false, heard = false;

@@ -13,7 +13,7 @@ struct Member {
 
     MLA_DEVICE i32 half() const { return epoch & 1; }  // of the slabs and flags
 
-    // Whether this thread signals, and waits for, the rank of its number.
+    // True if this thread signals, and waits for, the rank of its number.
     MLA_DEVICE bool speaks(i32 world) const { return threadIdx.x < world && threadIdx.x != rank; }
 };
 
@@ -24,7 +24,7 @@ MLA_DEVICE Member member(const MergeExchangeParams& p, const Mailbox* mailboxes)
     return Member{mailboxes, p.rank + (i32)blockIdx.y, load_relaxed_system(&state(p).failed), state(p).epoch + 1};
 }
 
-// Where block `blockIdx.x` of `source` has its flag, among a rank's flags.
+// Index of the flag of `source`'s block `blockIdx.x` among a rank's flags.
 MLA_DEVICE i32 flag_index(const MergeExchangeParams& p, const Member& m, i32 source) {
     return (m.half() * p.world + source) * kMaxBlocks + blockIdx.x;
 }
@@ -32,7 +32,7 @@ MLA_DEVICE i32 flag_index(const MergeExchangeParams& p, const Member& m, i32 sou
 MLA_DEVICE u64 signal_of(const MergeExchangeParams& p, const Member& m) { return (u64)(u32)p.call << 32 | m.epoch; }
 
 // Tells the blocks of this index on all other ranks that this one has pushed, unless this rank has failed before.
-// Whether it has told them, the same in all threads.
+// Returns true if it has told them, the same in all threads.
 MLA_DEVICE bool signal(const MergeExchangeParams& p, const Member& m) {
     const bool failed = __syncthreads_or(m.failed);  // the slices have been written; each release covers them all
     u64* to = m.mailboxes[threadIdx.x % p.world].flags + flag_index(p, m, m.rank);
@@ -40,7 +40,7 @@ MLA_DEVICE bool signal(const MergeExchangeParams& p, const Member& m) {
     return !failed;
 }
 
-// Whether the host has said to give up. Of the blocks that wait only one asks at a time: the host's memory is far, and
+// True if the host has requested an abort. Of the waiting blocks only one asks at a time: the host's memory is far, and
 // when hundreds of blocks ask it, each waits for all the others' answers.
 MLA_DEVICE bool host_aborts(const MergeExchangeParams& p, u32 turn) {
     return turn % gridDim.x == blockIdx.x && load_relaxed_system(&report(p).abort) != 0;
@@ -48,7 +48,7 @@ MLA_DEVICE bool host_aborts(const MergeExchangeParams& p, u32 turn) {
 
 // One thread: until block `blockIdx.x` of `source` has pushed its slices of this call.
 MLA_DEVICE Failure wait_for(const MergeExchangeParams& p, const Member& m, i32 source) {
-    constexpr u32 kPolls = 64;  // between looks at anything but the flag
+    constexpr u32 kPolls = 64;  // between checks of anything but the flag
     const u64* from = m.mailboxes[m.rank].flags + flag_index(p, m, source);
     u64 start = 0;
     for (u32 polls = 1;; ++polls) {

@@ -26,7 +26,7 @@ struct State {
 // In the host's memory.
 struct Report {
     u64 failure;  // written by the kernel: Failure | rank << 8 | block << 16 | epoch << 32
-    u32 abort;    // written by the host: give up waiting
+    u32 abort;    // set by the host: stop waiting
     u32 unused;
 };
 
@@ -37,14 +37,14 @@ struct MergeExchangeParams {
     const float* lses;  // (b, h_q, s_q)
     void* out;          // (b, s_q, h_q / world, d), Element or fp32
     float* lse;         // (b, h_q / world, s_q)
-    // The schedule of a decode whose split requests are not merged yet, see DecodeParams; null: `outs` has all rows.
+    // The schedule of a decode with unmerged split requests, see DecodeParams; null: `outs` has all rows.
     const SchedulePoint* schedule;
     const float* partial_out;
     const float* partial_lse;
     const Mailbox* mailboxes;
     State* states;
     Report* reports;
-    // The first stride of each is that of the ranks in the grid.
+    // The first stride of each array steps between the ranks in the grid.
     i64 outs_stride_r_elems, outs_stride_b_elems, outs_stride_s_elems, outs_stride_h_elems;
     i64 lses_stride_r_elems, lses_stride_b_elems, lses_stride_h_elems, lses_stride_s_elems;
     i64 out_stride_r_elems, out_stride_b_elems, out_stride_s_elems, out_stride_h_elems;
@@ -54,7 +54,7 @@ struct MergeExchangeParams {
     i64 timeout_ns;
     i32 world, rank;
     i32 b, s_q, heads, d;  // heads of one rank
-    i32 slice_columns;     // of a row, worked at together: a multiple of 8, at most 512; the last slice may be shorter
+    i32 slice_columns;     // of a row, processed together: a multiple of 8, at most 512; the last slice may be shorter
     i32 slices;            // of a row
     i32 num_splits, continued_index, h_kv = 1;  // of the decode
     i32 call;                                   // a digest of all that must be equal on all ranks

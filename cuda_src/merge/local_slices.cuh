@@ -1,8 +1,8 @@
-// What this rank has found of a slice of a row: its result where the decode has one, else its pieces, merged here.
+// This rank's own result for a slice of a row: the decode's result where there is one, else its pieces, merged here.
 //
-// A team of 128 threads merges a slice. Groups of them, each as wide as the slice, divide the pieces among themselves
-// and read all theirs at once, up to 9 per thread; then the groups' sums are added. The order of the sums depends on
-// the number of pieces and on the width of a slice only.
+// A team of 128 threads merges a slice. Groups of threads, each as wide as the slice, divide the pieces among
+// themselves and read all theirs at once, up to 9 per thread; then the groups' sums are added. The order of the sums
+// depends on the number of pieces and on the width of a slice only.
 #pragma once
 #include "merge/exchange_params.cuh"
 #include "merge/state.cuh"
@@ -81,11 +81,11 @@ MLA_DEVICE SplitPieces pieces_of(const SchedulePoint* schedule, i32 num_splits, 
     return SplitPieces{begin - 1, end - begin + 1};
 }
 
-// Where a row of the pieces lies among the rows of all partial results, fewer than 2^31.
+// Location of a row's pieces among the rows of all partial results, fewer than 2^31.
 struct PieceRows {
     i32 rows;   // of a partial result
-    i32 first;  // that of piece 0, if it began its split as the others did
-    i32 shift;  // but it ended the one before
+    i32 first;  // row of piece 0, if it began its split as the others did
+    i32 shift;  // but it ended the split before
 
     MLA_DEVICE PieceRows(const MergeExchangeParams& p, const SlicePlace& at, i32 split) {
         const i32 group = p.heads * p.world / p.h_kv, kv_head = at.head / group;
@@ -101,7 +101,7 @@ MLA_DEVICE void add_weighted(Floats4& sum, const Floats4& x, float weight) {
     for (i32 i = 0; i < 4; ++i) sum.x[i] = fmaf(weight, x.x[i], sum.x[i]);
 }
 
-// By a team: the weight of each piece, into shared memory, and the log-sum-exp. Returns 1 / the sum of the weights.
+// Called by a team: each piece's weight, in shared memory, and the log-sum-exp. Returns 1 / the sum of the weights.
 struct Weights {
     float factor, lse2;
 };
@@ -171,7 +171,7 @@ MLA_DEVICE Slice merge_pieces(const MergeExchangeParams& p, Team& team, const Sl
         load();
     }
     team.sums[thread] = sum;
-    bar_sync(barrier, kTeamThreads);  // all sums are there; the next slice's barriers come before its own sums
+    bar_sync(barrier, kTeamThreads);  // all sums are stored; the next slice's barriers come before its own sums
     Slice merged{{}, weights.lse2};
     if (thread < width) {
 #pragma unroll 1
@@ -180,7 +180,7 @@ MLA_DEVICE Slice merge_pieces(const MergeExchangeParams& p, Team& team, const Sl
     return merged;
 }
 
-// A row that was not split; that of an empty state is not read.
+// Reads a row that was not split; an empty state is not read.
 template <class Element>
 MLA_DEVICE Slice read_slice(const MergeExchangeParams& p, const SlicePlace& at) {
     const i64 y = rank_in_grid();
@@ -195,7 +195,7 @@ MLA_DEVICE Slice read_slice(const MergeExchangeParams& p, const SlicePlace& at) 
     return found;
 }
 
-// By a team: `schedule` is that of the decode, in shared memory.
+// Called by a team, with the decode's `schedule` in shared memory.
 template <class Element>
 MLA_DEVICE Slice local_slice(const MergeExchangeParams& p, Team& team, const SchedulePoint* schedule,
                              const SlicePlace& at) {

@@ -3,7 +3,7 @@
 #include "common/types.cuh"
 
 namespace mla::merge {
-// The log-sum-exp in base 2; -Inf for an empty state, which says so by either infinity. NaN propagates.
+// The log-sum-exp in base 2; -Inf for an empty state, marked by either infinity. NaN propagates.
 MLA_DEVICE float state_lse2(float lse, float to_log2) {
     return fabsf(lse) == -negative_infinity() ? negative_infinity() : __fmul_rn(lse, to_log2);
 }

@@ -2,9 +2,8 @@
 //
 //   lse = log sum_j exp(lse_j),   out = sum_j out_j exp(lse_j - lse)
 //
-// Grid: x = blocks of rows of (b, s_q, h_q). A row has so many lanes that one, where rows are aligned, has eight
-// neighbouring columns of it: a block per row would wait for memory, rather than move it. A state whose lse is +Inf or
-// -Inf is empty: it saw no key.
+// Grid: x = blocks of rows of (b, s_q, h_q). A row has one lane per eight columns, where rows are aligned: a block per
+// row would be bound by latency. A state with an lse of +Inf or -Inf is empty: it saw no key.
 #include "common/facts.cuh"
 #include "common/lse.cuh"
 #include "merge/state.cuh"
@@ -17,7 +16,7 @@ using Element = MLA_DTYPE;
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 128;
 constexpr i32 kColumns = 8;   // of a lane
-constexpr i32 kTogether = 2;  // states whose outputs are on their way at once
+constexpr i32 kTogether = 2;  // states with outputs in flight at once
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct MergeStatesParams {
@@ -43,7 +42,7 @@ MLA_FACT(lane_columns, kColumns);
 
 // ---- One row ---------------------------------------------------------------------------------------------------
 
-// Where a row begins in each array, in elements.
+// Start of a row in each array, in elements.
 struct Row {
     const float* lses;
     i64 from, to;

@@ -1,10 +1,10 @@
-// Self-test: where TMA puts what it copies. Slabs are 64 rows of 64 columns in the 128-byte swizzle (tile/sw128.cuh).
+// Self-test: the placement of TMA copies. Slabs are 64 rows of 64 columns in the 128-byte swizzle (tile/sw128.cuh).
 //
 //   gather   rows of a matrix by index, four at a time and 512 bytes apart, into an SW128 tile (sm_100a)
 //   load     a box of 64 columns x 64 heads of one query into an SW128 tile
 //   store    an SW128 tile to such a box
 //
-// One block. Bytes that no copy should write have known contents, so that an excess byte shows.
+// One block. Bytes outside the copies have known contents, so that an excess byte shows.
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 #include "ptx/copy.cuh"

@@ -39,7 +39,7 @@ static_assert(!kWeightStationary || kElementBytes == 2, "no kernel multiplies e4
 // issue   4..7     40    warp 4: allocates; one thread of it multiplies
 constexpr i32 kThreads = 2 * kWarpgroupThreads;
 constexpr i32 kRegistersAtLaunch = 128;
-// So many blocks per SM that setmaxnreg has something to do.
+// Enough blocks per SM for setmaxnreg to have an effect.
 constexpr i32 kBlocksForRegisters = kRegsOfSm / kRegistersAtLaunch / kThreads;
 constexpr i32 kIssueWarp = 4;
 constexpr i32 kRegsRead = 152, kRegsIssue = 40;
@@ -59,7 +59,7 @@ struct Product {
 struct ProbeMmaParams {
     const uint4* a[kProducts];  // row-major: (M, K) if K-major, (K, M) if not
     const uint4* b[kProducts];  // (N, K) or (K, N)
-    const float* cells;         // (128, 128): what the window holds at first
+    const float* cells;         // (128, 128): initial contents of the window
     float* dump;                // (128, 128): and at last
     Product product[kProducts];
     i32 products;

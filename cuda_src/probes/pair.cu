@@ -32,7 +32,7 @@ constexpr u32 kGatherBytes = 4 * kSw128RowBytes;
 struct ProbePairParams {
     const uint4* a;      // (128, 64)
     const int4* rows;    // of B's matrix, four at a time: 128 if N = 128, else 64
-    const float* cells;  // (128, 128): what the window of each block holds at first
+    const float* cells;  // (128, 128): initial contents of each block's window
     float* dump;         // (2, 128, 128): and at last
     i32 n;               // 128: B is K-major; 256: N-major
     i32 accumulate;      // from the first step on

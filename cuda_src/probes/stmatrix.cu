@@ -1,5 +1,5 @@
-// Self-test: scores in the fragments of 16x256b (and of WGMMA) to an SW128 tile with a row for each key, transposed, in
-// 16 bits: what the sparse backward does with P and dS.
+// Self-test: scores in the fragments of 16x256b (and of WGMMA) to an SW128 tile with a row per key, transposed, in 16
+// bits, as the sparse backward stores P and dS.
 //
 // One block of four warps, 16 heads each; a thread has two heads, eight apart, and two keys of every eight.
 #include "common/facts.cuh"

@@ -22,13 +22,13 @@ constexpr i32 kThreads = 2 * kWarpgroupThreads;
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct ProbeTmemParams {
-    const float* cells;      // (128, 128): what the window holds at first
-    const float* registers;  // (4, kRegisters, 32): what the warps store
-    float* loaded;           // (4, kRegisters, 32): what they have loaded
-    float* dump;             // (128, 128): what the window holds at last
+    const float* cells;      // (128, 128): initial contents of the window
+    const float* registers;  // (4, kRegisters, 32): registers to store
+    float* loaded;           // (4, kRegisters, 32): loaded registers
+    float* dump;             // (128, 128): final contents of the window
     i32 window;              // its first column
-    i32 lane, column;        // where the shape starts: of each 32 lanes, and in the window
-    i32 group;               // of warps that use the shape
+    i32 lane, column;        // start of the shape: in each 32 lanes, and in the window
+    i32 group;               // of warps; they use the shape
     i32 store;
     i32 padding;
 };

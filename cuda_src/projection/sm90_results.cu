@@ -2,16 +2,16 @@
 //
 //   out[t, d] = sum_c latents[t, head, c] W_UV[head, d, c] * sigmoid(gate[t, head, d])
 //
-// A block has 128 columns d of a head, and keeps their part of W_UV in shared memory; it goes through its tokens, 64 at
-// a time, in pieces of 64 columns c. All of W_UV and the first tokens' pieces are on their way at once, so one block
-// fills a multiprocessor.
+// A block has 128 columns d of a head, and keeps their part of W_UV in shared memory; it processes its tokens 64 at a
+// time, in pieces of 64 columns c. All of W_UV and the first tokens' pieces are in flight at once, so one block fills
+// an SM.
 //
 //   load   W_UV, all pieces | wait for attention | pieces of the first 64 tokens | of the next ...
 //   math   gates            | wait for attention | product, piece by piece | gate, store | gates ...
 //
 // Columns that a head lacks are zeros (TMA), and so are tokens past the last one.
 //
-// Grid: x = heads, each by as many blocks as its columns take; y = shares of the tokens.
+// Grid: x = heads, with one block per 128 columns; y = shares of the tokens.
 #include "attention/projection.cuh"
 #include "common/limits.cuh"
 #include "tile/fragment.cuh"
@@ -74,8 +74,8 @@ struct Block {
 };
 
 // ---- Load role -------------------------------------------------------------------------------------------------
-// By one thread. W_UV is older than the attention kernel, which has waited for what was before it before it let this
-// one start.
+// Called by one thread. W_UV is older than the attention kernel, which waits for its predecessor before it lets this
+// kernel start.
 MLA_DEVICE void run_load_role(Storage& s, const TensorMap& w_uv, const TensorMap& latents, const Block& block) {
 #pragma unroll 1
     for (i32 piece = 0; piece < kPieces; ++piece) {
@@ -98,7 +98,7 @@ MLA_DEVICE void run_load_role(Storage& s, const TensorMap& w_uv, const TensorMap
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
-// A thread's two rows of a tile; `exists` of those that are there.
+// A thread's two rows of a tile; `exists` is false past the last token.
 struct Rows {
     i64 request[kFragmentRows], query[kFragmentRows];
     bool exists[kFragmentRows];
@@ -151,9 +151,9 @@ MLA_DEVICE void run_math_role(const ResultsParams& p, Storage& s, const Block& b
 #pragma unroll 1
     for (i32 first = block.first; first < block.end; first += kTileTokens, parity ^= 1) {
         const Rows rows(p, block, first);
-        const Gates gates(p, block, rows);  // as old as W_UV
+        const Gates gates(p, block, rows);  // older than the attention kernel, like W_UV
         if (first == block.first) {
-            griddepcontrol_wait();  // for what is stored
+            griddepcontrol_wait();  // before the stores
             griddepcontrol_launch_dependents();
         }
         float d[kColumns / 2];

@@ -1,5 +1,5 @@
 // Merges n partial attention results over disjoint sets of keys, and multiplies them by W_UV. The mathematics and the
-// grid are in attention/projection.cuh. A state whose lse is +Inf or -Inf is empty: it saw no key, and counts nothing,
+// grid are in attention/projection.cuh. A state with an lse of +Inf or -Inf is empty: it saw no key, and is ignored
 // whatever it holds. Without lses there is one state, and nothing to merge.
 #include "attention/projection.cuh"
 #include "common/lse.cuh"
@@ -61,7 +61,7 @@ struct StateRows {
     MLA_DEVICE i64 piece_step(i32 state) const { return state * p.outs_stride_n_elems * bytes(); }
     MLA_DEVICE i32 bytes() const { return p.outs_are_fp32 ? 4 : 2; }
 
-    // By a warp, of its rows: a lane works out one of them.
+    // Called by a warp, for its rows, one per lane.
     MLA_DEVICE void find(const ProjectionBlock<Projected>& block, i32 first_token, i32 count) const {
         const i32 lane = threadIdx.x % kWarpThreads, row = uniform_warp() + lane * kProjectionWarps;
         if (lane < Projected::kRows && row < count) {
@@ -78,7 +78,7 @@ struct StateRows {
         __syncwarp();
     }
 
-    // To the L2 alone: what the block merges of its first tokens, where few blocks have little to ask for.
+    // Prefetches the first tokens' pieces into L2, for grids with few blocks and few requests in flight.
     MLA_DEVICE void prefetch(const ProjectionBlock<Projected>& block) const {
 #if __CUDA_ARCH__ >= 900
         if constexpr (Projected::kShare <= 2) return;

@@ -3,7 +3,7 @@
 #include "ptx/barrier.cuh"
 
 namespace mla {
-// A byte address in the shared memory of any block of the cluster, as PTX takes it.
+// A byte address in the shared memory of any block of the cluster, the operand type of PTX.
 struct ClusterAddr {
     u32 value;
     MLA_DEVICE ClusterAddr operator+(u32 bytes) const { return ClusterAddr{value + bytes}; }
@@ -16,7 +16,7 @@ MLA_DEVICE u32 cluster_rank() {
     return rank;
 }
 
-// The same address in the block of that rank.
+// The address `here` in the block of that rank.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mapa
 MLA_DEVICE ClusterAddr map_to_rank(SmemAddr here, u32 rank) {
     ClusterAddr remote;
@@ -52,17 +52,17 @@ MLA_DEVICE float4 ld_shared_cluster_v4(ClusterAddr from) {
     return x;
 }
 
-// Stores 8 bytes; they are there for threads that have waited for a barrier of the cluster after it.
+// Stores 8 bytes, visible to threads that have waited for a later barrier of the cluster.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st
 MLA_DEVICE void st_shared_cluster_v2(ClusterAddr to, uint2 x) {
     asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(to.value), "r"(x.x), "r"(x.y) : "memory");
 }
 
-// The two halves of cluster_sync, by all threads of all blocks: what a thread wrote or read before it arrives is done
-// for every thread that has waited.
+// The two halves of cluster_sync, called by all threads of all blocks: a thread's accesses before its arrival are
+// complete for every thread that has waited.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-barrier-cluster
 MLA_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-// Orders no access: it says that the block runs. (The other form waits for all that the thread has asked memory for.)
+// Orders no accesses: it only shows that the block runs. (The other form waits for all of the thread's accesses.)
 MLA_DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 MLA_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 

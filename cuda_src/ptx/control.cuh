@@ -39,7 +39,7 @@ MLA_DEVICE bool elect_one() {
     return elected != 0;
 }
 
-// The lane, read anew at each call: what follows from it then takes no register across a loop.
+// The lane, reread at each call: values derived from it need no register across a loop.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-laneid
 MLA_DEVICE i32 own_lane() {
     i32 lane;
@@ -55,7 +55,7 @@ MLA_DEVICE i32 num_blocks() {
     return blocks;
 }
 
-// Hides the value of `x` from the compiler: what is derived from it is recomputed after this point instead of being
+// Hides the value of `x` from the compiler: values derived from it are recomputed after this point instead of being
 // kept in registers across a loop.
 MLA_DEVICE void opaque(u64& x) { asm volatile("" : "+l"(x)); }
 MLA_DEVICE void opaque(i32& x) { asm volatile("" : "+r"(x)); }
@@ -67,8 +67,8 @@ MLA_DEVICE SmemAddr held(SmemAddr address) {
     return SmemAddr{(u32)value};
 }
 
-// The same shared memory, with its address in a register for good: the compiler would read where the block's window
-// begins from a special register again and again, in the loops, too, and wait for it.
+// Shared memory with its address pinned in a register. Otherwise the compiler rereads the start of the block's window
+// from a special register, in the loops, too, and waits for it.
 MLA_DEVICE void* held_shared(void* memory) {
     i32 address = (i32)__cvta_generic_to_shared(memory);
     opaque(address);

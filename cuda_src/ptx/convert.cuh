@@ -62,7 +62,7 @@ MLA_DEVICE u32 max_x2(float16, u32 a, u32 b) {
     return larger;
 }
 
-// The larger magnitude of each half, NaN if one of the two is; the sign is that of their product (sm_86 and later).
+// The larger magnitude of each half, NaN if one of the two is; the sign is the sign of their product (sm_86 and later).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#half-precision-floating-point-instructions-max
 MLA_DEVICE u32 max_abs_x2(float16, u32 a, u32 b) {
     u32 larger;
@@ -76,7 +76,7 @@ MLA_DEVICE u32 max_abs_x2(bfloat16, u32 a, u32 b) {
     return larger;
 }
 
-// Two floats to two 16-bit values in one word, round to nearest even. PTX takes the high half first.
+// Two floats to two 16-bit values in one word, round to nearest even. The instruction's first operand is the high half.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
 MLA_DEVICE u32 cvt_x2(bfloat16, float lo, float hi) {
 #if __CUDA_ARCH__ >= 800

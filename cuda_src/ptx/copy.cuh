@@ -56,7 +56,7 @@ MLA_DEVICE void cp_async_bulk(SmemAddr to, const void* from, u32 bytes, MBarrier
         : "memory");
 }
 
-// A box to global memory; what lies outside the tensor is not written.
+// A box to global memory; elements outside the tensor are not written.
 MLA_DEVICE void cp_async_bulk_tensor_3d_store(const TensorMap& map, SmemAddr from, i32 c0, i32 c1, i32 c2) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
                  "r"(from.value), "r"(c0), "r"(c1), "r"(c2)
@@ -85,7 +85,7 @@ MLA_DEVICE void cp_async_16(SmemAddr to, const void* from, bool present) {
                  : "memory");
 }
 
-// The same if `due`, without a branch, which products could not be moved past.
+// Copies if `due`. Branch-free, so that the compiler can move products past it.
 MLA_DEVICE void cp_async_16_if(bool due, SmemAddr to, const void* from, bool present) {
     asm volatile(
         "{\n .reg .pred due;\n"
@@ -95,7 +95,7 @@ MLA_DEVICE void cp_async_16_if(bool due, SmemAddr to, const void* from, bool pre
         : "memory");
 }
 
-// The same of 4 or 8 bytes.
+// Copies 4, 8 or 16 bytes.
 template <i32 kBytes>
 MLA_DEVICE void cp_async(SmemAddr to, const void* from, bool present) {
     if constexpr (kBytes == 16) return cp_async_16(to, from, present);
@@ -104,7 +104,7 @@ MLA_DEVICE void cp_async(SmemAddr to, const void* from, bool present) {
                  : "memory");
 }
 
-// The same with an L2 policy; an L2 miss fetches kFetchBytes.
+// Copies with an L2 policy; an L2 miss fetches kFetchBytes.
 template <i32 kFetchBytes>
 MLA_DEVICE void cp_async_16(SmemAddr to, const void* from, bool present, u64 l2_policy) {
     static_assert(kFetchBytes == 128 || kFetchBytes == 256, "128 or 256 bytes");

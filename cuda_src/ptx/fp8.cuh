@@ -82,7 +82,7 @@ MLA_DEVICE u32 cvt_f16_x2_e4m3(u32 codes) {
     return halves;
 }
 
-// The same of those in the high half, which needs no shift.
+// Converts the two codes in the high half, without a shift.
 MLA_DEVICE u32 cvt_f16_x2_e4m3_high(u32 codes) {
     u32 halves;
     asm("{\n .reg .b16 low, high;\n mov.b32 {low, high}, %1;\n cvt.rn.f16x2.e4m3x2 %0, high;\n}"
@@ -96,8 +96,8 @@ MLA_DEVICE void f16_x4_of_e4m3(u32 codes, u32& low, u32& high) {
 #if __CUDA_ARCH__ >= 890
     low = cvt_f16_x2_e4m3(codes), high = cvt_f16_x2_e4m3_high(codes);
 #else
-    // The fields of e4m3 are those of f16 where the exponent is smaller by 8. NaN, all ones, gets the one bit of the
-    // exponent that it lacks.
+    // The fields of e4m3 are f16's with an exponent smaller by 8. NaN, all ones, gets the one bit of the exponent that
+    // it lacks.
     constexpr u32 kSigns = 0x80808080, kTo256 = 0x5c005c00;
     const u32 nan = ((codes & ~kSigns) + 0x01010101) & kSigns;
     const auto halves = [&](u32 bytes) {  // the selected two bytes, in the upper bytes of 16 bits

@@ -23,7 +23,7 @@ MLA_DEVICE uint4 ld_global_16(const void* from, bool present) {
     return x;
 }
 
-// The same of 8 bytes.
+// Loads 8 bytes.
 MLA_DEVICE uint2 ld_global_8(const void* from, bool present) {
     uint2 x = make_uint2(0, 0);
     asm volatile(
@@ -34,7 +34,7 @@ MLA_DEVICE uint2 ld_global_8(const void* from, bool present) {
     return x;
 }
 
-// The same of 4 bytes.
+// Loads 4 bytes.
 MLA_DEVICE u32 ld_global_4(const void* from, bool present) {
     u32 x = 0;
     asm volatile(
@@ -45,7 +45,7 @@ MLA_DEVICE u32 ld_global_4(const void* from, bool present) {
     return x;
 }
 
-// The same, from L2 past L1, which would keep what an earlier kernel is yet to change.
+// Loads 4 bytes from L2. L1 might hold data that an earlier kernel has yet to change.
 MLA_DEVICE u32 ld_global_l2_4(const void* from, bool present) {
     u32 x = 0;
     asm volatile(
@@ -56,8 +56,8 @@ MLA_DEVICE u32 ld_global_l2_4(const void* from, bool present) {
     return x;
 }
 
-// 16 bytes with a policy for the L2, such as kEvictFirst, and not kept in the L1. On Hopper, where it was measured; a
-// plain load elsewhere, as the policy takes registers.
+// 16 bytes with an L2 policy, such as kEvictFirst, not kept in L1. A plain load except on Hopper, where the policy was
+// measured: it costs registers.
 MLA_DEVICE float4 ld_global_16_once(const float4* from, bool present, u64 l2_policy) {
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
 #if __CUDA_ARCH__ == 900

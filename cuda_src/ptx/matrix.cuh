@@ -32,7 +32,7 @@ MLA_DEVICE void stmatrix_x4_trans(SmemAddr to, const u32 (&r)[4]) {
                  : "memory");
 }
 
-// Two of them; the addresses are those of lanes 0 to 15.
+// Two matrices, addressed by lanes 0 to 15.
 MLA_DEVICE void stmatrix_x2_trans(SmemAddr to, const u32 (&r)[2]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to.value), "r"(r[0]), "r"(r[1])
                  : "memory");

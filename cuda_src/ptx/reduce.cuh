@@ -13,7 +13,7 @@ MLA_DEVICE void red_add_v4(float* to, float x, float y, float z, float w, i32 wa
         : "memory");
 }
 
-// The same without a condition: the compiler makes a branch of that.
+// Unconditional: the compiler turns a condition into a branch.
 MLA_DEVICE void red_add_v4(float* to, float x, float y, float z, float w) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w)
                  : "memory");
@@ -37,7 +37,7 @@ MLA_DEVICE void red_add_x2(float* to, float x, float y) {
 #endif
 }
 
-// By one. The hardware adds up what lanes add to the same address.
+// Increments by one. The hardware combines lanes with the same address.
 MLA_DEVICE void red_shared_inc(SmemAddr to) {
     asm volatile("red.relaxed.cta.shared.add.u32 [%0], 1;" ::"r"(to.value) : "memory");
 }

@@ -4,7 +4,7 @@
 #include "common/types.cuh"
 
 namespace mla {
-// What the writer wrote before its release is visible after a load that returns the released value.
+// The writer's stores before its release are visible after a load that returns the released value.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
 MLA_DEVICE u64 load_acquire_system(const u64* from) {
     u64 x;

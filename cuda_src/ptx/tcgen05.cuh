@@ -68,7 +68,7 @@ MLA_DEVICE bool elect_issuer() { return elect_one(); }
 
 // ---- Products ----------------------------------------------------------------------------------------------------
 // D[M x N] (+)= A[M x 16] B[16 x N], 16-bit operands in shared memory, fp32 in tensor memory. `accumulate` false
-// overwrites D. M = 128 takes all lanes; M = 64 lanes 0 to 15 of every 32, or 16 to 31 if that is D's lane.
+// overwrites D. M = 128 uses all lanes; M = 64 lanes 0 to 15 of every 32, or 16 to 31 if that is D's lane.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-mma-instructions
 MLA_DEVICE void tcgen05_mma_f16(TmemAddr d, MatrixDesc a, MatrixDesc b, InstructionDesc shape, bool accumulate) {
     asm volatile(
@@ -78,7 +78,7 @@ MLA_DEVICE void tcgen05_mma_f16(TmemAddr d, MatrixDesc a, MatrixDesc b, Instruct
         : "memory");
 }
 
-// The same of 8-bit operands: K = 32.
+// 8-bit operands: K = 32.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-mma-instructions
 MLA_DEVICE void tcgen05_mma_f8f6f4(TmemAddr d, MatrixDesc a, MatrixDesc b, InstructionDesc shape, bool accumulate) {
     asm volatile(
@@ -88,8 +88,7 @@ MLA_DEVICE void tcgen05_mma_f8f6f4(TmemAddr d, MatrixDesc a, MatrixDesc b, Instr
         : "memory");
 }
 
-// The weight-stationary form. Row r of D is lane r mod M of 128 / M groups of lanes, each of which has N M / 128
-// columns.
+// The weight-stationary form. Row r of D is lane r mod M of 128 / M groups of lanes; each group has N M / 128 columns.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-mma-instructions
 MLA_DEVICE void tcgen05_mma_ws_f16(TmemAddr d, MatrixDesc a, MatrixDesc b, InstructionDesc shape, bool accumulate) {
     asm volatile(

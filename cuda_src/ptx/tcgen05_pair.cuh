@@ -1,7 +1,7 @@
-// tcgen05 by a pair of blocks (`cta_group::2`): a cluster of two, whose first block issues products over both. A kernel
-// that uses these uses none of ptx/tcgen05.cuh's products, commits and allocations.
+// tcgen05 by a pair of blocks (`cta_group::2`): the first block of a two-block cluster issues products over both. A
+// kernel that uses these uses none of ptx/tcgen05.cuh's products, commits and allocations.
 //
-// Of a product with M = 128 each block has half of the rows of A and of D, and half of the columns of B, at the same
+// In a product with M = 128 each block has half of the rows of A and of D, and half of the columns of B, at the same
 // places in its shared memory and in its tensor memory. D's row r of a block is lane r in the first half of the
 // columns, and lane 64 + r in the second, in N / 2 columns of tensor memory.
 #pragma once

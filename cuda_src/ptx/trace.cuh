@@ -3,9 +3,9 @@
 #include "common/types.cuh"
 
 namespace mla {
-// A register of the PTX, not of C++: its name holds in every function that is inlined into an entry, though their
-// sources pass nothing on. In memory, what it holds would have to be loaded each time. It is declared once, in the
-// entry's first block.
+// A register of the PTX, not of C++: its name is valid in every function that is inlined into an entry, without passing
+// it through their sources. In memory it would have to be loaded each time. It is declared once, in the entry's first
+// block.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#register-state-space
 MLA_DEVICE void declare_next_record(u32 index) {
     asm volatile(".reg .u32 mla_next_record;\n mov.u32 mla_next_record, %0;" ::"r"(index));
@@ -17,10 +17,10 @@ MLA_DEVICE u32 next_record() {
     return index;
 }
 
-// A record of 16 bytes at the register's index, if that is below `limit`: the clock now, that of before, and a number.
-// Then adds `step` to the index, up to `kMost`. No branches: predicates, also where lanes differ. Nothing is computed
-// of clocks: of a difference ptxas reads the first one by S2UR, which takes longer. Two stores want two registers
-// beside each other, one would want four.
+// Stores a record of 16 bytes at the register's index, if that is below `limit`: the clock now, the earlier clock, and
+// a number. Then adds `step` to the index, up to `kMost`. Predicates instead of branches, also where lanes differ.
+// Clocks are not subtracted: ptxas would read the first one by S2UR, which is slower. Two stores need two adjacent
+// registers, one store would need four.
 template <u32 kMost>
 MLA_DEVICE void store_record(void* records, u32 begin, u32 number, u32 limit, u32 step) {
     asm volatile(
@@ -42,8 +42,8 @@ MLA_DEVICE void store_record(void* records, u32 begin, u32 number, u32 limit, u3
         : "memory");
 }
 
-// The same record in two steps, before and after a wait: no register holds a clock meanwhile. Where math roles have
-// none left, WGMMA would be serialised otherwise.
+// Stores the record in two steps, before and after a wait: no register holds a clock meanwhile. Math roles have none
+// left, and WGMMA would be serialised.
 MLA_DEVICE void store_begin(void* records, u32 number, u32 limit) {
     asm volatile(
         "{\n"

@@ -13,7 +13,7 @@ struct SmemDesc {
     u64 bits;
 };
 
-// The dimension along which an operand in shared memory is contiguous: that of the sum, or its own.
+// The dimension along which an operand in shared memory is contiguous: the sum's, or its own.
 enum class Major : u32 { K = 0, MN = 1 };
 
 // Before the first wgmma, and after any register write to an accumulator or an A fragment.

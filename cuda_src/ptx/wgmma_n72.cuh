@@ -1,9 +1,10 @@
-// One more width of WGMMA, of e4m3 alone: 64 columns of a product, and a group of eight beside them.
+// An additional width of WGMMA, for e4m3 alone: 64 columns of a product, and a group of eight next to them.
 #pragma once
 #include "ptx/wgmma.cuh"
 
 namespace mla {
-// As `wgmma_mma_async`, with A in registers. The list of its widths is part of every kernel that multiplies so.
+// `wgmma_mma_async` with A in registers. A separate file, because the list of widths is part of every kernel that
+// multiplies with A in registers.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-operation-wgmma-mma-async
 MLA_DEVICE void wgmma_e4m3_n72(float (&d)[36], const u32 (&a)[4], SmemDesc b, bool accumulate) {
     asm volatile(

@@ -1,4 +1,4 @@
-// Per query and head, what the main kernel of the sparse backward needs.
+// Per-query, per-head inputs of the sparse backward's main kernel.
 //
 //   delta = sum out * dout,   lse2 = log2(exp(lse) + exp(sink)),   d_sink = -sum over queries of w delta
 //   w = 1 / (1 + exp(lse - sink)), the sink's share of the weights

@@ -21,7 +21,7 @@ struct DkvAdder {
 
     // An element of the workspace, in bin 0.
     MLA_DEVICE float* at(i32 row, i32 position) const { return dkv + ((i64)row * kHeadDimQk + position); }
-    // The extractor of a row's sums; kNoRow has none.
+    // The extractor of a row's sums; none for kNoRow.
     MLA_DEVICE i32 extractor(i32 row) const { return kDeterministic && row >= 0 ? __float_as_int(extractors[row]) : 0; }
 
     // Adds neighbouring elements, `to` in bin 0, unless `wanted` is 0.
@@ -36,7 +36,7 @@ struct DkvAdder {
         }
     }
 
-    // The same without a condition; pairs on any GPU.
+    // Unconditional; pairs on any GPU.
     template <i32 kCount>
     MLA_DEVICE void add(float* to, i32 extractor, float (&x)[kCount]) const {
         static_assert(kCount == 2 || kCount == 4, "8 or 16 bytes");

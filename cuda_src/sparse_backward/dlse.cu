@@ -1,12 +1,12 @@
-// The gradient through lse: what it changes in delta, so that no other kernel of the sparse backward knows of it.
+// The gradient through lse, as a change of delta, so that no other kernel of the sparse backward needs to handle it.
 //
-// lse is the log-sum-exp without the sink, its derivative the softmax S without the sink: dS gains scale S dlse. The
-// main kernel computes dS = scale P (dP - delta), where P counts the sink in. S = P exp(total - lse) with total =
+// lse is the log-sum-exp without the sink; its derivative is the softmax S without the sink: dS gains scale S dlse. The
+// main kernel computes dS = scale P (dP - delta), where P includes the sink. S = P exp(total - lse) with total =
 // log(exp(lse) + exp(sink)), so that dS is right, sink or not, with
 //
 //   delta - dlse exp(total - lse)
 //
-// in place of delta. d_sink is made of delta itself, by sparse_backward_delta: lse does not depend on the sink.
+// in place of delta. sparse_backward_delta computes d_sink from delta itself: lse does not depend on the sink.
 //
 // P times the new delta is within |delta| + |dlse|, however large the factor: the bounds of a deterministic call.
 //
@@ -18,7 +18,7 @@ namespace mla::sparse_backward {
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;
-// log2 of the largest exp(total - lse) that is told apart. Little more and P is 0 in float32: no infinity may meet it.
+// log2 of the largest distinguishable exp(total - lse). Slightly more and P is 0 in float32: no infinity may meet it.
 constexpr float kMostShareLog2 = 100.f;
 
 // ---- Params ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// dQ of the queries whose lists were split: the sum of what the pieces have added up, in their order.
+// dQ of queries with split lists: the sum of the pieces' sums, in their order.
 //
 // Grid: x = heads of these queries. A thread has four neighbouring dims.
 #include "ptx/control.cuh"
@@ -12,11 +12,11 @@ using Element = MLA_DTYPE;
 constexpr i32 kThreadDims = 4;
 constexpr i32 kThreads =
     ceil_div(kMaxHeadDimQk / kThreadDims, kWarpThreads) * kWarpThreads;  // 160, of whom 16 are idle
-constexpr i32 kBatch = 8;                                                // pieces whose loads are in flight at once
+constexpr i32 kBatch = 8;                                                // pieces loaded at once
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct DqPiecesParams {
-    const float* dq_pieces;  // (queries from first_query on, pieces, h_q, d_qk); those without a key are not there
+    const float* dq_pieces;  // (queries from first_query on, pieces, h_q, d_qk); pieces without a key are undefined
     const i32* counts;       // (s_q,)
     u16* dq;                 // (s_q, h_q, d_qk)
     i64 dq_stride_s_elems, dq_stride_h_elems;

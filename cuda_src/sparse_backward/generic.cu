@@ -56,7 +56,7 @@ struct Block {
     MLA_DEVICE i64 statistics_row(i32 head) const { return query * p.h_q + head0 + head; }
 };
 
-// Whether a head has a gradient at all: one whose lse is infinite has none, whatever its rows contain.
+// Returns true if a head has a gradient at all: a head with an infinite lse has none, whatever its rows contain.
 MLA_DEVICE bool is_live(const Block& block, i32 head) {
     return head < block.heads && block.p.lse2[block.statistics_row(head)] != -negative_infinity();
 }
@@ -105,7 +105,7 @@ MLA_DEVICE void make_weights(const Block& block, const Statistics& statistics, i
 }
 
 // ---- Products --------------------------------------------------------------------------------------------------
-// What a thread keeps of its 2 columns over all keys: q and dO as loaded, and the sums of dq.
+// A thread's 2 columns, kept over all keys: q and dO as loaded, and the sums of dq.
 struct Columns {
     u32 q[kBlockHeads], dout[kBlockHeads];
     float2 dq[kBlockHeads];

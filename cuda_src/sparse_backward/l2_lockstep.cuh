@@ -1,5 +1,5 @@
-// Keeps the blocks of a grid in lockstep while they sweep over the same memory, so that what one of them brings into
-// the L2 is still there when the others need it.
+// Keeps the blocks of a grid in lockstep while they sweep over the same memory, so that data that one of them brings
+// into L2 is still there when the others need it.
 //
 // Each block reports its progress, and waits while it is ahead of the mean of all blocks. The wait is bounded: if the
 // others do not catch up (they may not even be resident), the block continues without lockstep. So nothing can hang,
@@ -9,7 +9,7 @@
 
 namespace mla::sparse_backward {
 constexpr i32 kSweepSteps = 64;   // per sweep
-constexpr i32 kMaxLeadSteps = 2;  // that a block may be ahead of the mean without waiting
+constexpr i32 kMaxLeadSteps = 2;  // steps that a block may lead the mean without waiting
 constexpr i32 kMaxPolls = 64;     // some 20 us
 constexpr u64 kFinishedSteps = 1ull << 48;
 

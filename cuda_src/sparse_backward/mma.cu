@@ -10,11 +10,11 @@
 //   weights  thread = pairs of (head, key)                                 P, dS -> shared memory
 //   dq       warp = all heads, 64 columns and 8 of RoPE                    sums stay in registers
 //   dkv      warp = all keys of the step, the same columns                 added to memory
-//   copies   one stage:  the next keys, once dq has read these, beside dkv
+//   copies   one stage:  the next keys, once dq has read these, during dkv
 //            two stages: the next keys, from the scores on
 //
-// A barrier of the block lies between the phases. P and dS are rounded to 16 bits; what 32 heads contribute to a key is
-// added to memory once.
+// A barrier of the block lies between the phases. P and dS are rounded to 16 bits; the contributions of 32 heads to a
+// key are added to memory once.
 #include "attention/shapes.cuh"
 #include "ptx/control.cuh"
 #include "ptx/copy.cuh"
@@ -31,7 +31,7 @@ namespace mla::sparse_backward {
 using Element = MLA_DTYPE;
 constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
 constexpr bool kDeterministic = MLA_DETERMINISTIC;
-constexpr i32 kSmemBytes = MLA_SMEM_KB * 1024;  // what a block may have
+constexpr i32 kSmemBytes = MLA_SMEM_KB * 1024;  // shared memory of a block
 static_assert(is_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ static_assert(!kHasRope || kHeadDimQk - kHeadDimV == kWarps * kMmaColumns, "and 
 static_assert(kTileTokens % kStepKeys == 0, "lists are padded to whole steps");
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
-// Rows of P and dS are a chunk longer than they need be: so ldmatrix meets no bank conflict.
+// Rows of P and dS are one chunk longer than necessary, so that ldmatrix has no bank conflicts.
 constexpr i32 kWeightBytes = kStepKeys * (i32)sizeof(u16) + kChunkBytes;
 
 struct Storage {
@@ -80,9 +80,8 @@ struct Block {
     i32 head0, heads;  // of the call; `heads` of them are the block's
     i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
 
-    // A head has no gradient if its lse is infinite, whatever its rows contain.
-    // The lane, of which the compiler does not know that it was the same in the phase before: addresses are made anew,
-    // since none is worth a register across the loop.
+    // The lane as a value that the compiler cannot match with the previous phase's: addresses are recomputed, since
+    // none is worth a register across the loop.
     MLA_DEVICE i32 opaque_lane() const {
         i32 same = lane;
         opaque(same);
@@ -93,7 +92,7 @@ struct Block {
 };
 
 // Byte offset of a chunk in a tile of rows. Chunk c of a segment of eight lies at c ^ (row % 8): ldmatrix, plain or
-// transposed, meets no bank conflict.
+// transposed, has no bank conflicts.
 template <i32 kColumns>
 MLA_DEVICE u32 offset(i32 row, i32 chunk) {
     const i32 within = (chunk ^ row) & (kSegmentChunks - 1);
@@ -136,7 +135,7 @@ MLA_DEVICE void copy_query(const Block& block) {
 struct KeyCopy {
     static constexpr i32 kKeyThreads = kThreads / kStepKeys;
     const i32* rows;  // the query's list
-    i32 row;          // of the step that is copied next, read ahead
+    i32 row;          // row of the next step to copy, read ahead
     i32 key = threadIdx.x / kKeyThreads, chunk = threadIdx.x % kKeyThreads;
 
     // kNoRow behind the end of the list.
@@ -161,7 +160,7 @@ struct KeyCopy {
 // ---- Scores ----------------------------------------------------------------------------------------------------
 template <i32 kColumns>
 constexpr i32 kPartSteps = kColumns / kMmaDepth / kHalves;
-// Fragments of q and dO that stay in registers: as many as there is room for.
+// Fragments of q and dO kept in registers, up to the number that fits.
 #if __CUDA_ARCH__ == 900
 constexpr i32 kMostHeldSteps = kDeterministic ? 16 : 18;
 #else
@@ -275,7 +274,7 @@ MLA_DEVICE void store_weights(const Block& block, i32 head, i32 key, float2 scor
     *reinterpret_cast<u32*>(s.ds[head] + key * sizeof(u16)) = cvt_x2(Element{}, ds0, ds1);
 }
 
-// A warp takes one row of each pair of an accumulator tile, for some tiles.
+// A warp handles one row of each pair of an accumulator tile, for some tiles.
 MLA_DEVICE void run_weights(const Block& block, i32 step) {
     constexpr i32 kUnits = kHeadTiles * kKeyTiles * kFragmentRows;
 #pragma unroll
@@ -290,7 +289,7 @@ MLA_DEVICE void run_weights(const Block& block, i32 step) {
 }
 
 // ---- Products --------------------------------------------------------------------------------------------------
-// What a warp has of dq of 16 heads: 64 columns, and 8 of the RoPE columns.
+// A warp's part of dq for 16 heads: 64 columns, and 8 of the RoPE columns.
 struct Dq {
     float x[kValueTiles][4], rope[4];
 
@@ -302,8 +301,8 @@ struct Dq {
     }
 };
 
-// Where a lane reads the first 16 of a warp's columns, transposed, of the first 16 rows. Further columns of the segment
-// are at the same address but for some bits.
+// Address of the first 16 of a warp's columns, transposed, of the first 16 rows. Further columns of the segment differ
+// in a few address bits.
 template <i32 kColumns>
 MLA_DEVICE SmemAddr columns_of(const Block& block, const u8* rows, i32 lane) {
     return smem_addr(rows) + offset<kColumns>(lane % 16, block.warp * kSegmentChunks + lane / 16);
@@ -327,7 +326,7 @@ MLA_DEVICE void load_weights(u32 (&a)[4], const u8* weights, i32 head, i32 key_s
     ldmatrix_x4(a, smem_addr(weights) + (u32)((head + lane % 16) * kWeightBytes + (2 * key_step + lane / 16) * 16));
 }
 
-// The same transposed: rows are keys.
+// Loads them transposed: rows are keys.
 MLA_DEVICE void load_weights_trans(u32 (&a)[4], const u8* weights, i32 head, i32 key_step, i32 lane) {
     const i32 row = head + lane / 16 * 8 + lane % 8, chunk = 2 * key_step + lane / 8 % 2;
     ldmatrix_x4_trans(a, smem_addr(weights) + (u32)(row * kWeightBytes + chunk * kChunkBytes));
@@ -446,8 +445,8 @@ MLA_DEVICE void add_heads(Group (&sums)[kKeySteps], i32 n, const u32 (&weights)[
     }
 }
 
-// Of 16 keys and 16 RoPE columns, so that a thread has four numbers of a row, as of the other columns. Of two warps one
-// has the first 16 of 32 keys, and the other one the second; or they take turns at 16.
+// 16 keys and 16 RoPE columns, so that a thread has four numbers of a row, as in the other columns. Two warps have the
+// first and the second 16 of 32 keys; with 16 keys they take turns.
 MLA_DEVICE void run_dkv_rope(const Block& block, const Adder& adder, i32 step, i32 lane) {
     const i32 key_step = (block.warp + step * (2 - kKeySteps)) % 2;
     if (key_step >= kKeySteps) return;
@@ -521,7 +520,7 @@ MLA_DEVICE void run_step(const Block& block, const Part& part, KeyCopy& copy, Dq
                          i32 count) {
     const bool more = (step + 1) * kStepKeys < count;
     cp_async_wait_all();
-    __syncthreads();  // the keys are there; also, the last step's weights and the other stage have been read
+    __syncthreads();  // the keys are stored; the last step's weights and the other stage have been read
     if (kTwoStages && more) {
         copy.copy(block, step + 1);
         copy.look_up(step + 2, count);

@@ -20,7 +20,7 @@ struct BackwardParams {
     u16* dq;                  // (s_q, h_q, d_qk)
     float* dkv;               // (s_kv, d_qk), zeroed; if deterministic kNumBins of them
     u64* progress;            // zeroed: for the blocks' lockstep; null: without it
-    const u16* out;           // (s_q, h_q, 512), for delta; null if delta is there. Kernels that need it never get it
+    const u16* out;           // (s_q, h_q, 512), for delta; null if delta is ready. Kernels that need it never get it
     i64 q_stride_s_elems, q_stride_h_elems, kv_stride_s_elems;
     i64 dout_stride_s_elems, dout_stride_h_elems;
     i64 dq_stride_s_elems, dq_stride_h_elems;
@@ -37,8 +37,8 @@ struct BackwardParams {
 // so that the quad's additions cover 64 bytes.
 MLA_DEVICE constexpr i32 dkv_position(i32 dim) { return dim / 16 * 16 + dim % 8 / 2 * 4 + dim % 16 / 8 * 2 + dim % 2; }
 
-// The same for the Blackwell kernel with transposed sums (sparse_backward/sm100.cu): a thread holds dims 8 apart, four
-// of them of 32, or two of 16 among the RoPE dims, and eight lanes cover 128 or 64 bytes of a row.
+// dkv_position for the Blackwell kernel with transposed sums (sparse_backward/sm100.cu): a thread holds dims 8 apart,
+// four of each 32, or two of 16 among the RoPE dims, and eight lanes cover 128 or 64 bytes of a row.
 MLA_DEVICE constexpr i32 dkv_position_sm100(i32 dim) {
     return dim < 512 ? dim / 32 * 32 + dim % 8 * 4 + dim % 32 / 8 : dim / 16 * 16 + dim % 8 * 2 + dim % 16 / 8;
 }

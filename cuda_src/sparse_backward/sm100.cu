@@ -17,7 +17,7 @@
 //
 // Source: the five products and the recomputed P are FlashAttention's backward (Dao, 2022), the gather of selected rows
 // DeepSeek's sparse attention (2025), dKV^T and dQ^T as products of M = 128 and two M = 64 sums in the halves of the
-// lanes cudnn-frontend's (NVIDIA, 2025). What differs: see the page.
+// lanes cudnn-frontend's (NVIDIA, 2025). The page lists the differences.
 #include "common/limits.cuh"
 #include "sparse_backward/dkv_adder.cuh"
 #include "sparse_backward/sm100.cuh"

@@ -1,10 +1,10 @@
-// The roles of the sparse MLA backward on Blackwell: barriers, gather, order of the products, softmax. What lies where
-// in tensor memory, and hence which products there are and how their results are read, is a kernel's plan.
+// The roles of the sparse MLA backward on Blackwell: barriers, gather, order of the products, softmax. A kernel's plan
+// lays out tensor memory, and hence determines the products and how their results are read.
 //
 // A plan is a struct of constants and static functions, in the words of this file:
-//   Config                    what the kernel chooses
-//   kTiles                    dKV is made in so many tiles of its dims, each with its own columns of tensor memory
-//   kScores, key              how many elements of S, later of dP, a softmax thread holds; and the key of each
+//   Config                    configuration of the kernel
+//   kTiles                    number of dKV's tiles of dims, each with its own columns of tensor memory
+//   kScores, key              elements of S, later of dP, that a softmax thread holds; and the key of each
 //   Heads                     lse2 and delta of a thread's heads
 //   issue_*                   products, issued by one thread; issue_s calls back before it reads an SW128 tile of K,
 //                             issue_dq after the last product that reads a group of them
@@ -44,14 +44,14 @@ constexpr i32 kSwTilesV = kHeadDimV / kSw128Columns;
 constexpr i32 kRopeSwTile = kSwTilesV;
 constexpr i32 kTileKeys = 32;
 constexpr u32 kKeySwTileBytes = kTileKeys * kSw128RowBytes;
-constexpr i32 kStagesK = 2;  // what fits
+constexpr i32 kStagesK = 2;  // two fit
 
 // K comes and goes in pairs of SW128 tiles: the next tile's first columns are fetched while dQ still needs the last
 // ones, and scored while those are on their way.
 constexpr i32 kGroupSwTiles = 2;
 constexpr i32 kRopeGroup = kRopeSwTile / kGroupSwTiles;
 
-// What a kernel chooses, and the sizes that follow.
+// Configuration of a kernel, and the sizes that follow.
 template <class Element_, i32 kHeadDimQk_, bool kDeterministic_>
 struct Config {
     using Element = Element_;
@@ -261,7 +261,7 @@ MLA_DEVICE void clear_absent_heads(const Item<C>& item, S& s, i32 thread) {
 
 enum NamedBarrier : i32 { DqStored = 1 };  // within softmax: dQ is in shared memory
 
-// P and dS are masked after the exponent: keys that are not there are zeros, but exp2(-lse2) may be infinite.
+// P and dS are masked after the exponent: absent keys are zeros, but exp2(-lse2) may be infinite.
 template <class Plan, class C, class S>
 MLA_DEVICE void run_softmax_role(const Item<C>& item, const Maps& maps, S& s, TmemAddr tmem, i32 thread) {
     const BackwardParams& p = item.p;

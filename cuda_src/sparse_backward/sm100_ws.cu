@@ -7,10 +7,9 @@
 //
 // Grid: x = queries * blocks of 64 heads. One block per SM: it takes all of the tensor memory. No cluster.
 //
-// Roles, barriers and their time line are those of sparse_backward/sm100.cu (sparse_backward/sm100.cuh). The
-// difference: here the scores are transposed instead of the sums. A weight-stationary product spreads its columns over
-// the groups of lanes that its 32 or 64 rows leave free, so that no cell of tensor memory is wasted, and a thread reads
-// a row of keys or heads.
+// Roles, barriers and time line are as in sparse_backward/sm100.cu (sparse_backward/sm100.cuh), but here the scores are
+// transposed instead of the sums. A weight-stationary product spreads its columns over the groups of lanes that its 32
+// or 64 rows leave free, so that no cell of tensor memory is wasted, and a thread reads a row of keys or heads.
 //
 // Source: as there; the map of columns is this project's first plan for Blackwell.
 #include "common/limits.cuh"

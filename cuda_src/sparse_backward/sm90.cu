@@ -12,10 +12,10 @@
 //   values  | dP = dO V^T   |     | dS        | dQ[:, 256:512]  | gather the next tile
 //   reduce  | dKV of the tile before ...      | dQ[:, 512:]     | dKV, 64 dims at a time, added immediately ...
 //
-// Source: the five products and the recomputed P are FlashAttention's backward (Dao, 2022); the gather of selected
-// rows is DeepSeek's sparse attention (2025). What differs: dKV is added directly from the accumulators to a workspace
-// whose dims are permuted (sparse_backward/params.cuh) so that a quad's addition covers 64 bytes of a row; P^T is read
-// into registers first, so that dS can overwrite P, two stages fit, and the next tile need not wait for the additions.
+// Source: the five products and the recomputed P are FlashAttention's backward (Dao, 2022); the gather of selected rows
+// is DeepSeek's sparse attention (2025). Here dKV is added directly from the accumulators to a workspace with permuted
+// dims (sparse_backward/params.cuh), so that a quad's addition covers 64 bytes of a row; P^T is read into registers
+// first, so that dS can overwrite P, two stages fit, and the next tile need not wait for the additions.
 #include "common/limits.cuh"
 #include "sparse_backward/delta.cuh"
 #include "sparse_backward/dkv_adder.cuh"
@@ -71,7 +71,7 @@ struct Storage {
     u8 dout[kSwTilesV * kSw128Bytes];
     u8 k[kSwTilesQk * kSw128Bytes];
     u8 p[kStagesP][kSw128Bytes];                // P, then dS in its place
-    alignas(16) i32 rows[kStagesP][kTileKeys];  // which rows of kv
+    alignas(16) i32 rows[kStagesP][kTileKeys];  // rows of kv
     L2Lockstep lockstep;
     MBarrier k_full, k_empty, p_full, p_read, ds_full;
     MBarrier p_empty[kStagesP];
@@ -96,7 +96,7 @@ MLA_DEVICE void init_storage(Storage& s) {
     fence_mbarrier_init();
 }
 
-// A role's position in the pipeline. The barriers complete one phase per tile, those of P's stages one per two tiles.
+// A role's position in the pipeline. The barriers complete one phase per tile, P's stages one per two tiles.
 struct PipelineState {
     u32 tiles = 0, items = 0;
 
@@ -140,7 +140,7 @@ struct Block {
         if constexpr (kPieces) return item(at) % p.pieces * p.piece_keys;
         return 0;
     }
-    // Where pieces make it, each has a place of its own.
+    // With pieces, each piece that computes delta has a place of its own.
     MLA_DEVICE float* delta(const Cursor& at, i32 row) const {
         const i64 place = kPieces && p.out != nullptr ? item(at) : query(at);
         return p.delta + (place * p.h_q + head0(at) + row);
@@ -155,7 +155,7 @@ struct Block {
 // ---- Gather ----------------------------------------------------------------------------------------------------
 struct Gather {
     Cursor at;                 // the tile to be fetched next
-    i32 rows[kRowsPerThread];  // its rows
+    i32 rows[kRowsPerThread];  // this thread's rows
 
     // Makes `first` the tile to be fetched next.
     MLA_DEVICE void begin(const Block& block, const Cursor& first, i32 thread) {
@@ -163,7 +163,7 @@ struct Gather {
         if (block.valid(at)) look_up(rows, block, at, thread);
     }
 
-    // Starts the copies of the tile, which is in `stage` of P, and looks up the rows of the one after it.
+    // Starts the copies of the tile, which is in `stage` of P, and looks up the rows of the next one.
     template <bool kInLockstep>
     MLA_DEVICE void start(const Block& block, u32 stage, i32 thread) {
         if (!block.valid(at)) return;
@@ -295,7 +295,7 @@ MLA_DEVICE void store_dq(const Block& block, const Cursor& at, const float (&dq)
     }
 }
 
-// dQ of an item without a key. Nobody reads that of a piece.
+// dQ of an item without a key. Nobody reads a piece's.
 struct StoreZeros {
     const Block& block;
     i32 thread;
@@ -325,12 +325,12 @@ MLA_DEVICE void load_rows(float (&to)[kFragmentRows], const Block& block, const 
 }
 
 // ---- delta -----------------------------------------------------------------------------------------------------
-// Where nothing else needs delta (`p.out` is given) scores computes it one item ahead, a share of the heads with each
-// tile, while it waits for dS and dQ. Values reads it when the item begins, after k_empty of every tile before. The
-// main kernel has bandwidth to spare for out, and finds dO in the L2 when the item begins.
+// If nothing else needs delta (`p.out` is set), the scores role computes it one item ahead, a share of the heads with
+// each tile, while it waits for dS and dQ. The values role reads it when the item begins, after k_empty of every tile
+// before. The main kernel has bandwidth to spare for out, and finds dO in L2 when the item begins.
 constexpr bool kMayMakeDelta = !kDeterministic;
 
-// Of a head, by a warp.
+// One head's delta, computed by a warp.
 struct HeadDelta {
     DeltaLoads loads;
     float lse2;
@@ -355,7 +355,7 @@ MLA_DEVICE void make_delta(const Block& block, const Cursor& at, i32 row, i32 la
     delta.finish(block, at, row, lane);
 }
 
-// Of the block's first item, by all warps.
+// Called by all warps: the deltas of the block's first item.
 MLA_DEVICE void make_first_deltas(const Block& block) {
     const Cursor at = seek(block, 0, Nothing{});
     if (!block.valid(at)) return;
@@ -450,7 +450,7 @@ struct Reduce {
     PipelineState state;
 };
 
-// dKV of 64 dims: dS^T Q, and P^T dO but for the RoPE dims. Heads from 16 kHeadSteps on are all absent.
+// dKV of 64 dims: dS^T Q, plus P^T dO except for the RoPE dims. Heads from 16 kHeadSteps on are all absent.
 template <i32 kHeadSteps, bool kRope>
 MLA_DEVICE void make_dkv(Reduce& reduce, SmemDesc ds, SmemDesc q, SmemDesc dout) {
     pin(reduce.dkv);
@@ -477,8 +477,8 @@ MLA_DEVICE void make_dkv(Reduce& reduce, SmemDesc ds, SmemDesc q, SmemDesc dout)
 
 using Adder = DkvAdder<kDeterministic, kHeadDimQk>;
 
-// Where a thread adds. The four threads of a quad hold 64 bytes of a key at a time. Two quads exchange halves, so that
-// one instruction adds 128 bytes to each of four rows: the L2 processes wider pieces faster.
+// Destination of a thread's additions. The four threads of a quad hold 64 bytes of a key at a time. Two quads exchange
+// halves, so that one instruction adds 128 bytes to each of four rows: the L2 processes wider pieces faster.
 struct Places {
     Adder adder;
     float* base;  // this thread's position in the first 32 dims of row 0
@@ -498,7 +498,7 @@ struct Places {
     MLA_DEVICE float* at(i32 row, i32 dim) const { return base + (i64)row * kHeadDimQk + dim; }
 };
 
-// The usual additions, of which each four numbers have a bin of their own.
+// The usual additions; each four numbers share a bin.
 struct Targets : Places {
     i32 extractors[kFragmentRows][2];
 
@@ -515,7 +515,7 @@ struct Targets : Places {
     // Adds four numbers to the row, from dim `dim` of this thread's position on.
     MLA_DEVICE void add(i32 r, i32 i, i32 dim, float (&x)[4]) const {
         i32 row = rows[r][i];
-        opaque(row);  // four pointers and as many flags would be four registers more
+        opaque(row);  // four pointers and four flags would cost four more registers
         adder.add(at(row, dim), extractors[r][i], x, row - kNoRow);
     }
 };
@@ -527,7 +527,7 @@ struct OfKeys {
     MLA_DEVICE void set(i32 r, i32 i, u32 number) { packed |= number << (16 * r + 8 * i); }
     MLA_DEVICE i32 get(i32 r, i32 i) const {
         i32 all = (i32)packed;
-        opaque(all);  // or all four would have a register each after all
+        opaque(all);  // otherwise all four would have a register each
         return (u32)all >> (16 * r + 8 * i) & 0xFF;
     }
 };
@@ -535,7 +535,7 @@ struct OfKeys {
 // Additions where the bins do not fit the L2: 64 dims of a key go to one bin, so that pieces of 128 bytes stay whole.
 // PERF(H200, 2026-11-26, -32 % of the call at s_kv = 32768; with 32 dims at a time +8 % at 8192)
 struct WideTargets : Places {
-    OfKeys extractors;  // their exponents, which is all that they differ in
+    OfKeys extractors;  // their exponents, in which alone they differ
     OfKeys bins;
 
     MLA_DEVICE WideTargets(const BackwardParams& p, const i32* tile_rows, i32 thread) : Places(p, tile_rows, thread) {
@@ -546,7 +546,7 @@ struct WideTargets : Places {
         }
     }
 
-    // Of 64 dims: `dkv` is the accumulator before quads exchange halves.
+    // Chooses bins for 64 dims: `dkv` is the accumulator before quads exchange halves.
     MLA_DEVICE void choose_bins(const float (&dkv)[32], i32 thread) {
         const bool odd = thread & 4;
         bins.packed = 0;
@@ -613,7 +613,7 @@ MLA_DEVICE void run_reduce_role(Block& block, i32 thread) {
     Storage& s = block.s;
     Reduce reduce;
     for (Cursor at = seek(block, 0, Nothing{}); block.valid(at); at = next(block, at, Nothing{})) {
-        opaque(thread);  // what is derived from it has no register from one tile to the next
+        opaque(thread);  // values derived from it have no register from one tile to the next
         if (at.first()) {
 #pragma unroll
             for (i32 i = 0; kHasRope && i < 32; ++i) reduce.dq_rope[i] = 0.f;
@@ -669,7 +669,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         run_math_role<true>(block, thread, threadIdx.x, Nothing{});
     } else {
         setmaxnreg_dec<kRegsReduce>();
-        // Products of dKV with more heads would only add zeros. 17 to 32 heads have a build of their own, as three of
+        // Further heads would only add zeros to the products of dKV. 17 to 32 heads have a separate build, as three of
         // these roles in one spill. PERF(H200, 2026-11-23, -8 % with 32 heads; half of that with the choice in a loop)
         if (kMaxHeads == kBlockHeads && p.h_q <= kMmaK) {
             run_reduce_role<1>(block, thread);
@@ -679,6 +679,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             run_reduce_role<kMaxHeads / kMmaK>(block, thread);
         }
     }
-    if (kPieces) griddepcontrol_wait();  // what follows waits for the pieces alone
+    if (kPieces) griddepcontrol_wait();  // the code from here on waits for the pieces alone
 }
 }  // namespace mla::sparse_backward::sm90

@@ -1,6 +1,5 @@
-// What the two kernels of the sparse MLA backward on Hopper have in common: sizes, the iteration over the work, a
-// thread's share of the gather, P and dS of a tile. Work items, and hence shared memory, barriers and roles, are the
-// kernels' own.
+// Shared by the two Hopper kernels of the sparse MLA backward: sizes, the iteration over the work, a thread's share of
+// the gather, P and dS of a tile. Work items, and hence shared memory, barriers and roles, are the kernels' own.
 #pragma once
 #include "common/limits.cuh"
 #include "ptx/control.cuh"
@@ -43,8 +42,8 @@ struct Cursor {
     MLA_DEVICE i32 first_key() const { return (pass & 1 ? ceil_div(count, kTileKeys) - 1 - tile : tile) * kTileKeys; }
 };
 
-// The first tile from pass `pass` on; `skipped` is called with each item that has none. A kernel's Block tells whether
-// there is such an item, `valid(at)`, how many keys it has, `count(at)`, and where they are listed, `list(at)`.
+// The first tile from pass `pass` on; calls `skipped` with each item that has none. A kernel's Block provides
+// `valid(at)` (the item exists), `count(at)` (its number of keys) and `list(at)` (its list).
 template <class Block, class Skipped>
 MLA_DEVICE Cursor seek(const Block& block, i32 pass, Skipped skipped) {
     Cursor at{pass, 0, 0};
@@ -118,7 +117,7 @@ MLA_DEVICE void make_weights(u32 (&p)[kSw128MmaSteps][4], float (&s)[kScoresPerT
     }
 }
 
-// Two elements of dS, in 16 bits, from those of P and dP. `delta` is premultiplied by the scale.
+// Two elements of dS, in 16 bits, from P and dP. `delta` is premultiplied by the scale.
 template <class Element>
 MLA_DEVICE u32 score_gradients(u32 p, const float* dp, float scale, float delta) {
     const float ds0 = Element::to_float((u16)p) * fmaf(dp[0], scale, -delta);

@@ -51,8 +51,8 @@ constexpr u32 kBytesV = kRopeAt;  // of 64 rows
 constexpr u32 kBytesQk = kRopeAt + (kHasRope ? kSw64Bytes : 0);
 static_assert(kHeadDimQk - kHeadDimV == (kHasRope ? kClusterBlocks * kSw64Columns : 0), "RoPE columns");
 
-// One step of dKV takes 16 heads of P^T and dS^T. Reduce holds P^T of the first kHeldSteps steps in registers, so that
-// the next S may overwrite P there while dKV is still computed; for the other steps S has a buffer of its own, s_rest.
+// One step of dKV covers 16 heads of P^T and dS^T. Reduce holds P^T of the first kHeldSteps steps in registers, so that
+// the next S may overwrite P there while dKV is still computed; for the other steps S has a separate buffer, s_rest.
 constexpr i32 kHeadSteps = kHeadBlocks * kSw128MmaSteps;
 constexpr i32 kHeldSteps = kDeterministic ? 6 : 7;
 constexpr u32 kStepBytes = kSw128Bytes / kSw128MmaSteps;
@@ -91,7 +91,7 @@ struct Storage {
     u8 s_rest[(kHeadSteps - kHeldSteps) * kStepBytes];  // the rest of S from the peer
     u8 ds[kHeadBlocks][kSw128Bytes];
     u8 dp[kTileBytes];                   // dP from the peer
-    alignas(16) i32 rows[2][kTileKeys];  // which rows of kv
+    alignas(16) i32 rows[2][kTileKeys];  // rows of kv
     L2Lockstep lockstep;
     MBarrier q_full, k_full, k_empty, s_full, s_read, s_empty, dp_full, dp_empty, p_full, peer_p_full;
     MBarrier ds_full, peer_ds_full, ds_empty;
@@ -177,7 +177,7 @@ static_assert(kRowsPerThread == 2,
 
 struct Gather {
     Cursor at;                 // the tile to be fetched
-    i32 rows[kRowsPerThread];  // its rows
+    i32 rows[kRowsPerThread];  // this thread's rows
 
     MLA_DEVICE Gather(const Block& block, const Cursor& at, i32 thread) : at(at), rows{} {
         if (block.valid(at)) look_up(rows, block, at, thread);
@@ -258,7 +258,7 @@ MLA_DEVICE void send_tile(const Block& block, const float (&tile)[kScoresPerThre
     }
 }
 
-// Adds what the peer has sent.
+// Adds the peer's partial sums.
 template <bool kScores>
 MLA_DEVICE void add_sent(float (&tile)[kScoresPerThread], const u8* buffer, i32 thread) {
 #pragma unroll
@@ -374,7 +374,7 @@ MLA_DEVICE void start_item(const Block& block, Math& math, const Cursor& at, flo
     math.state.next_item();
 }
 
-// S or dP of the block's columns: first of the peer's heads, to be sent there, then of its own.
+// S or dP of the block's columns: first of the peer's heads, to be sent, then of its own.
 template <bool kValues>
 MLA_DEVICE void multiply_scores(const Block& block, Math& math, i32 thread) {
     Storage& s = block.s;
@@ -536,7 +536,7 @@ MLA_DEVICE void multiply_dkv_rope(float (&dkv)[16], Storage& s) {
 
 using Adder = DkvAdder<kDeterministic, kHeadDimQk>;
 
-// The rows that a thread adds to: of an even quad, and of the odd one beside it.
+// Rows that a thread adds to: an even quad's, and its odd neighbour's.
 struct Targets {
     i32 rows[kFragmentRows][2];
     i32 extractors[kFragmentRows][2];

@@ -3,7 +3,7 @@
 //   s = q k^T * scale,   p = exp2(s log2(e) - m),   o = sum p v / (sum p + exp2(sink - m)),   lse = ln 2 (m + log2 sum
 //   p)
 //
-// To the schedule each query is a request whose tokens are the entries of its lists.
+// To the schedule each query is a request with the entries of its lists as tokens.
 //
 // Grid: x = blocks of 8 heads, y = splits (attention/split_work.cuh). See attention/generic_records.cuh.
 #include "attention/generic_records.cuh"

@@ -5,9 +5,9 @@
 //   l = sum of P,  O = P V        (heads x 32) (32 x 512); V is K's first 512 columns
 //   out = O / (l + exp2(sink - m)),   lse = ln 2 (m + log2 l)
 //
-// Grid: x = blocks of heads, y = splits. To the schedule each query is a request whose tokens are the entries of its
-// lists. One block per SM iterates over the work items of its split (attention/split_work.cuh). What a step goes
-// through is in attention/mma/records.cuh.
+// Grid: x = blocks of heads, y = splits. To the schedule each query is a request with the entries of its lists as
+// tokens. One block per SM iterates over the work items of its split (attention/split_work.cuh).
+// attention/mma/records.cuh processes a step.
 #include "attention/mma/codes.cuh"
 
 namespace mla::sparse_decode {

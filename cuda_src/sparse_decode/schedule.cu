@@ -1,7 +1,6 @@
-// Cuts the lists of sparse decode into splits, where their lengths are in memory: attention/split_schedule.cuh says
-// how.
+// Cuts the lists of sparse decode into splits, with lengths from memory, see attention/split_schedule.cuh.
 //
-// Every entry within its `topk_length` is taken for a token. Where many are not, splits are less even.
+// Every entry within its `topk_length` counts as a token. With many invalid entries splits are less even.
 //
 // A variant writes the batch-invariant schedule instead: attention/pieces.cuh.
 //

@@ -5,8 +5,8 @@
 //   l = sum of P,  O^T = V^T P^T  (512 x 64) (64 x heads), in tensor memory; V is K's first 512 columns
 //   out = O / (l + exp2(sink - m)),   lse = ln 2 (m + log2 l)
 //
-// Grid: x = blocks of 16, 32 or 64 heads, y = splits. To the schedule each query is a request whose tokens are the
-// entries of its lists. One block per SM iterates over the work items of its split (attention/split_work.cuh).
+// Grid: x = blocks of 16, 32 or 64 heads, y = splits. To the schedule each query is a request with the entries of its
+// lists as tokens. One block per SM iterates over the work items of its split (attention/split_work.cuh).
 //
 //   dequant   | K 0 | K 1 |        | K 2, as the values of tile 0 are multiplied | K 3 ...
 //   mma       |     | S 0  |  S 1  |  V 0 P 0  |  V 1 P 1  |  S 2  |  S 3  |  V 2 P 2  | ...
@@ -14,9 +14,9 @@
 //
 // Roles and barriers: attention/sm100/records.cuh.
 //
-// Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025), dequantising warps beside tcgen05
-// FlashMLA's FP8 decode for Blackwell (2025). What differs: products are exact in f16 where scales are no powers of
-// two, and heads are not padded to 64.
+// Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025), dequantising warps for tcgen05
+// FlashMLA's FP8 decode for Blackwell (2025). Here products are exact in f16 where scales are no powers of two, and
+// heads are not padded to 64.
 #include "attention/sm100/records.cuh"
 
 namespace mla::sparse_decode::sm100 {

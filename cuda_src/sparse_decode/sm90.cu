@@ -5,14 +5,14 @@
 //   l = sum of P,  O = P V       V is K's first 512 columns
 //   out = O / (l + exp2(sink - m)),   lse = ln 2 (m + log2 l)
 //
-// Grid: x = blocks of 64 heads, y = splits. To the schedule each query is a request whose tokens are the
-// entries of its lists. One block per SM iterates over the work items of its split (attention/split_work.cuh). No
-// cluster: blocks of one query dequantise for themselves.
+// Grid: x = blocks of 64 heads, y = splits. To the schedule each query is a request with the entries of its lists as
+// tokens. One block per SM iterates over the work items of its split (attention/split_work.cuh). No cluster: blocks of
+// one query dequantise for themselves.
 //
 // The roles are in attention/sm90/seesaw_records.cuh.
 //
-// Source: FlashMLA's FP8 sparse decode (2025) also dequantises in a third warpgroup. What differs: both math warpgroups
-// score, f16 where scales are no powers of two, and no exchange of dequantised keys between blocks.
+// Source: FlashMLA's FP8 sparse decode (2025) also dequantises in a third warpgroup. Here both math warpgroups score,
+// in f16 where scales are no powers of two, and blocks do not exchange dequantised keys.
 #include "attention/sm90/seesaw_records.cuh"
 
 namespace mla::sparse_decode {

@@ -5,14 +5,14 @@
 //   l = sum of P,  O^T = V^T P^T  (512 x 64) (64 x heads); V is K's first 512 columns
 //   out = O / (l + exp2(sink - m)),   lse = ln 2 (m + log2 l)
 //
-// Grid: x = blocks of heads, y = splits. To the schedule each query is a request whose tokens are the
-// entries of its lists. One block per SM iterates over the work items of its split (attention/split_work.cuh).
+// Grid: x = blocks of heads, y = splits. To the schedule each query is a request with the entries of its lists as
+// tokens. One block per SM iterates over the work items of its split (attention/split_work.cuh).
 //
 // The roles are in attention/sm90/small_records.cuh.
 //
-// Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025). Dequantising warps beside WGMMA are in
-// FlashMLA's FP8 kernel (2025). What differs: f16 instead of bf16 where scales are no powers of two, loads that roll on
-// over the end of a tile, any number of heads without padding to 64, and any length of the lists.
+// Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025). FlashMLA's FP8 kernel (2025) has
+// dequantising warps next to WGMMA. Here products use f16 instead of bf16 where scales are no powers of two, loads roll
+// on over the end of a tile, heads are not padded to 64, and lists have any length.
 #include "attention/sm90/small_records.cuh"
 
 namespace mla::sparse_decode {

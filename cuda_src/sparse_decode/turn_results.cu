@@ -3,10 +3,10 @@
 //
 //   (x, y) = columns (2i, 2i + 1)   ->   (x cos + y sin, y cos - x sin)      angles of the query's position
 //
-// In place, after everything else: in 16 bits these columns are rounded once more. A launch of its own, since the math
-// warps of the kernels for Hopper have no registers for it, and all kernels then have it.
+// In place, after everything else: in 16 bits these columns are rounded a second time. A separate launch, since the
+// math warps of the Hopper kernels have no registers for it, and it serves all kernels.
 //
-// Grid: x = warps, of which each takes four heads of a query, a lane per pair.
+// Grid: x = warps, one per four heads of a query, a lane per pair.
 #include "common/facts.cuh"
 #include "common/types.cuh"
 #include "ptx/control.cuh"

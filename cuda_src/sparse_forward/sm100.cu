@@ -17,7 +17,7 @@
 //
 // Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025), a forward for Blackwell with both
 // products transposed vLLM's (2026), results that are rescaled only where a maximum grows by much FlashAttention-4's.
-// What differs: tiles of 64 keys in two whole stages, scored two by two; P takes the place of the RoPE columns.
+// Here tiles of 64 keys in two whole stages are scored two by two, and P overwrites the RoPE columns.
 #include "sparse_forward/sm100.cuh"
 
 namespace mla::sparse_forward::sm100 {

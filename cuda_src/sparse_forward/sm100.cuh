@@ -1,4 +1,4 @@
-// The sparse forward on Blackwell: barriers, and the roles that load. Products and softmax are those of
+// The sparse forward on Blackwell: barriers, and the roles that load. Products and softmax are in
 // attention/sm100/swapped.cuh.
 //
 // A block multiplies its heads by tile after tile of 64 listed rows.
@@ -24,7 +24,7 @@ constexpr i32 kThreads = (kGatherWarp + kGatherWarps) * kWarpThreads;
 constexpr i32 kRegsSoftmax = 232, kRegsIssue = 136;
 static_assert(kRegsSoftmax + 2 * kRegsIssue <= 3 * regs_at_entry(kThreads), "what the block has at entry");
 
-// What a kernel chooses, and the sizes that follow.
+// Configuration of a kernel, and the sizes that follow.
 template <class Element_, i32 kHeadDimQk_, i32 kHeads_>
 struct Config {
     using Element = Element_;
@@ -35,7 +35,7 @@ struct Config {
     static_assert(kHeads == 16 || kHeads == 32 || kHeads == 64, "heads");
 
     static constexpr i32 kSwTilesQk = kHeadDimQk / kSw128Columns, kLatentSwTiles = kSwTilesV;
-    // K comes and goes in groups of SW128 tiles: the columns that a sum of 128 dims needs, and those of RoPE.
+    // K arrives and leaves in groups of SW128 tiles: the columns of a sum of 128 dims, and the RoPE columns.
     static constexpr i32 kGroupSwTiles = kTileDims / kSw128Columns, kGroups = ceil_div(kSwTilesQk, kGroupSwTiles);
     static constexpr bool kWithRowMax = true;
     static constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kHeads>;

@@ -1,5 +1,5 @@
 // The sparse forward with joint products of a pair on Blackwell: the roles that gather. See
-// sparse_forward/sm100_joint.cu; products, softmax and barriers are those of attention/sm100/joint.cuh.
+// sparse_forward/sm100_joint.cu; products, softmax and barriers come from attention/sm100/joint.cuh.
 #pragma once
 #include "attention/row_list.cuh"
 #include "attention/sm100/joint.cuh"
@@ -33,7 +33,7 @@ struct JointMaps {
     const TensorMap &kv, &q;
 };
 
-// What every role knows: the block's heads of queries, split by split.
+// State shared by all roles: the block's heads of queries, split by split.
 template <class C>
 struct JointBlock {
     const DecodeParams& p;
@@ -95,7 +95,7 @@ MLA_DEVICE void gather_group(const JointBlock<C>& block, u8* to, MBarrier& full,
     }
 }
 
-// Calls gather(item, tile, parity of what is free) for each joint tile.
+// Calls gather(item, tile, parity of the free barriers) for each joint tile.
 template <class C, class Gather>
 MLA_DEVICE void for_joint_tiles(const JointBlock<C>& block, Gather gather) {
     u32 tiles = 0;

@@ -208,7 +208,7 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread) {
             load_q_resident(block.s, math, thread);
             add_tiles<kRight>(block, math, item, thread);
             total_sums<kRight, /*kWithRowMax=*/true>(sums, block.s, math, thread);
-            release(block.s.q_empty, thread);  // only now: the next work item may overwrite what was read above
+            release(block.s.q_empty, thread);  // not earlier: the next work item may overwrite data that was read above
         }
         store_result<kRight, /*kWithRowMax=*/true>(block, item, math, sums, block.row0, thread);
     }

@@ -1,15 +1,15 @@
-// Sparse MLA prefill on Hopper with both products in FP8: each query attends to the rows of kv in its list, which are
-// records of e4m3 with one scale for all.
+// Sparse MLA prefill on Hopper with both products in FP8: each query attends to the rows of kv in its list, e4m3
+// records with one scale for all.
 //
 //   S = Q K^T * scale            (64 heads x 576) (576 x 64 rows) per tile of 64 listed rows; Q in e4m3
 //   P = 2^(8 + S log2(e) - m)    m: the tile's maximum of the head; in e4m3
 //   l = sum of P,  O = P V       V is K's first 512 columns
-//   out = O / (l + 2^(sink - m)),   lse = ln 2 (m - 8 + log2 of the sum of P before it is rounded),   max_logits = max
-//   of S
+//   out = O / (l + 2^(sink - m)),   lse = ln 2 (m - 8 + log2 of the sum of P before it is rounded)
+//   max_logits = max of S
 //
 // Grid: x = blocks of 64 heads, y = splits. To the schedule a query is a request, and its list a line of the block
-// table, as in sparse_forward/sm90.cu. No cluster. The math warpgroups are those of dense decode
-// (attention/sm90/fp8.cuh); the third one gathers rows, 16 bytes a thread:
+// table, as in sparse_forward/sm90.cu. No cluster. The math warpgroups are dense decode's (attention/sm90/fp8.cuh); the
+// third one gathers rows, 16 bytes per thread:
 //
 //   warp    0..3 left      4..7 right      8..11 gather
 //   tile    | K0 K1 K2 K3 K4 | K5 once both sides have added tile 0 -> ...
@@ -57,7 +57,7 @@ MLA_DEVICE const u8* row_of_slot(const DecodeParams& p, u32 slot) {
     return reinterpret_cast<const u8*>(p.kv) + page * p.kv_stride_page_elems + token * p.kv_stride_token_elems;
 }
 
-// One tile: eight threads bring a row, each 16 bytes of every panel, and rows that are not there become zeros.
+// One tile: eight threads copy a row, each 16 bytes of every panel; absent rows become zeros.
 MLA_DEVICE void gather_tile(const DecodeParams& p, const RowNumbers& numbers, SmemAddr tile, i32 thread) {
     const i32 first = first_row_of(thread), chunk = thread % kSw128Chunks;
 #pragma unroll

@@ -6,8 +6,8 @@
 //   out = O / (l + exp2(sink - m)),   lse = ln 2 (m + log2 l),   max_logits = max of S
 //
 // Grid: x = blocks of heads, y = splits. One block per SM iterates over the work items of its split
-// (attention/split_work.cuh). Sparse decode's kernel for few heads, whose tokens are those of attention_row_lists'
-// lists. The roles are in attention/sm90/small_records.cuh.
+// (attention/split_work.cuh). The kernel is sparse decode's for few heads, with tokens from attention_row_lists' lists.
+// The roles are in attention/sm90/small_records.cuh.
 //
 // Source: as sparse_decode/sm90_small.cu.
 #include "attention/sm90/small_records.cuh"

@@ -77,7 +77,7 @@ struct Block {
     i32 split, head0;
 };
 
-// By one thread, before the block's first barrier.
+// Called by one thread, before the block's first barrier.
 MLA_DEVICE void init_storage(Storage& s) {
     for (i32 stage = 0; stage < kStagesKV; ++stage) {
         mbarrier_init(s.kv_full[stage].left, kGatherArrivals);
@@ -131,7 +131,7 @@ struct QueryGather {
 struct Math : SwappedMath<kBlockHeads, kSwTilesHalf> {
     Ring<kStagesKV> ring;
     Ring<1> q_ring;
-    i32 turn;  // which of the two buffers of the shares
+    i32 turn;  // index of the shares' two buffers
 };
 
 MLA_DEVICE constexpr i32 own_barrier(bool right) { return right ? RightOnly : LeftOnly; }

@@ -1,5 +1,5 @@
-// Sums whose result does not depend on the order of the additions: each number is first rounded to so few bits that
-// every partial sum is exact.
+// Sums with results independent of the order of additions: each number is first rounded to few enough bits that every
+// partial sum is exact.
 //
 // fp32 adds multiples of a quantum exactly while the sum stays below 2^24 quanta, so the numbers of one sum are rounded
 // to a quantum that leaves room for all of them. A single quantum would lose numbers that are small beside the largest
@@ -32,7 +32,7 @@ struct Bins {
     i32 bound;      // its bits as a float
     i32 extractor;  // of bin 0, likewise
 
-    // The bin of numbers of which `magnitude` is the largest; bin 0 if that is not finite.
+    // The bin for numbers up to `magnitude`; bin 0 if that is not finite.
     MLA_DEVICE i32 index(float magnitude) const {
         const i32 steps = (bound - __float_as_int(magnitude)) >> (kMantissaBits + 2);
         return min(max(steps, 0), kNumBins - 1);

@@ -1,11 +1,11 @@
 // Fragments of bytes for products of 8-bit elements, made from tiles of 128 bytes a row without a transposition pass.
 //
-// WGMMA takes 8-bit operands with the sum's dimension contiguous, but in an SW128 tile of tokens x columns the columns
-// are. ldmatrix transposes in units of 16 bits: of four 8 x 8 matrices, tokens x pairs of columns, a thread receives
+// WGMMA reads 8-bit operands with the sum's dimension contiguous, but in an SW128 tile of tokens x columns the columns
+// are. ldmatrix transposes in units of 16 bits: from four 8 x 8 matrices, tokens x pairs of columns, a thread receives
 // the bytes of two columns, 2g and 2g + 1, and of the tokens 2c and 2c + 1 of each matrix (g = lane / 4, c = lane % 4).
-// Two byte permutes part the columns, which become rows g and g + 8 of the fragment. Its position p = 16 h + 4 c + i
-// along the sum then stands for token 16 h + 8 (i / 2) + 2 c + i % 2: the other operand has the same order, which is
-// that of an accumulator's columns (`store_byte_words`).
+// Two byte permutes separate the columns, which become rows g and g + 8 of the fragment. Its position p = 16 h + 4 c +
+// i along the sum then stands for token 16 h + 8 (i / 2) + 2 c + i % 2: the other operand has the same order, which is
+// the order of an accumulator's columns (`store_byte_words`).
 #pragma once
 #include "ptx/barrier.cuh"
 #include "ptx/matrix.cuh"
@@ -22,9 +22,9 @@ constexpr i32 kWarpColumns = 16;
 // Offset in an SW128 tile of this lane's row for `load_bytes_transposed`: rows are tokens 0 to 31, chunk `warp`.
 MLA_DEVICE u32 byte_matrix_offset(i32 warp, i32 lane) { return sw128_offset(lane, warp); }
 
-// Rows 16 w to 16 w + 15 of an operand A whose columns are 32 tokens: warp w's 16 of the tile's columns. `from` is
-// where `byte_matrix_offset` is; of the tile's 64 tokens the fragment has those of `step`, and of its 128 columns those
-// of the `upper` half or of the lower one.
+// Rows 16 w to 16 w + 15 of an operand A whose columns are 32 tokens: warp w's 16 of the tile's columns. `from` is the
+// address at `byte_matrix_offset`. The fragment covers the tokens of `step` among the tile's 64, and the `upper` or
+// lower half of its 128 columns.
 MLA_DEVICE void load_bytes_transposed(u32 (&fragment)[4], SmemAddr from, i32 step, bool upper) {
     constexpr u32 kUpperChunks = 4 << 4;  // chunk c + 4 lies at (c + 4) ^ (r % 8) = (c ^ (r % 8)) ^ 4
     const SmemAddr at{upper ? from.value ^ kUpperChunks : from.value};

@@ -28,7 +28,7 @@ MLA_DEVICE void load_chunk(float (&to)[kChunkElems], const u16* from) {
     }
 }
 
-// The same of fp32.
+// Loads a chunk of fp32.
 template <class Element>
 MLA_DEVICE void load_chunk(float (&to)[kChunkElems], const float* from) {
     if (reinterpret_cast<u64>(from) % 16 == 0) {
@@ -75,7 +75,7 @@ MLA_DEVICE float dot(const u16* a, const u16* b, i32 elems) {
     return even + odd;
 }
 
-// The same for warps with few registers, of rows anywhere.
+// A dot product of rows at any address, for warps with few registers.
 template <class Element>
 MLA_DEVICE float plain_dot(const u16* a, const u16* b, i32 elems) {
     float sum = 0.f;
@@ -89,7 +89,7 @@ MLA_DEVICE float plain_dot(const u16* a, const u16* b, i32 elems) {
 }
 
 // ---- NaN and Inf -----------------------------------------------------------------------------------------------
-// Zeroes the elements of `chunk` whose exponent is all ones; true if there was one.
+// Zeroes the elements of `chunk` with an exponent of all ones; true if there was one.
 template <class Element>
 MLA_DEVICE bool zero_nonfinite(uint4& chunk) {
     u32* words = &chunk.x;
@@ -104,7 +104,7 @@ MLA_DEVICE bool zero_nonfinite(uint4& chunk) {
     return found;
 }
 
-// Looks whether there is an element whose exponent is all ones, in three instructions a word.
+// Detects elements with an exponent of all ones, in three instructions per word.
 template <class Element>
 struct NonfiniteFinder {
     u32 finite = 0xffffffffu;  // the highest bit of each half: all of its elements so far

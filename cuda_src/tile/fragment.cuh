@@ -6,7 +6,7 @@ namespace mla {
 constexpr i32 kFragmentRows = 2;  // a thread holds elements of two rows, eight apart
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-operation-wgmma-mma-async
-// Where element d[i] of a thread's accumulator lies. The first of its rows and columns ...
+// Place of element d[i] of a thread's accumulator: the first of the thread's rows and columns ...
 MLA_DEVICE i32 fragment_row(i32 thread) { return (thread / kWarpThreads) * 16 + (thread % kWarpThreads) / 4; }
 MLA_DEVICE i32 fragment_column(i32 thread) { return (thread % 4) * 2; }
 // ... which of its two rows d[i] is in, and the row and column themselves.
@@ -40,11 +40,11 @@ MLA_DEVICE void transpose_lanes(u32 (&w)[4], i32 lane) {
     }
 }
 
-// The same within a quad.
+// Transposes within a quad.
 MLA_DEVICE void quad_transpose(u32 (&w)[4], i32 lane) { transpose_lanes<1>(w, lane); }
 
 // Stores the thread's row `r` of an accumulator, times `factor`, in 16 bits, 64 bytes per quad at a time. All lanes
-// take part, even those whose row is not `stored`; the first column goes to `to`.
+// take part, also lanes with a row that is not `stored`; the first column goes to `to`.
 template <class Element, i32 kCount>
 MLA_DEVICE void store_row(Element, u16* to, const float (&d)[kCount], i32 r, float factor, bool stored, i32 thread) {
 #pragma unroll

@@ -4,10 +4,10 @@
 
 namespace mla {
 // From here on float32 rounds lse2 to whole numbers, and more coarsely: weights would be off by powers of two, up to
-// infinity. A row with such an lse has no weights, like a row without keys, whose lse is infinite.
+// infinity. A row with such an lse has no weights, like a row without keys, which has an infinite lse.
 constexpr float kHugeLse2 = 0x1p24f;
 
-// The same for a natural log-sum-exp.
+// The limit for a natural log-sum-exp.
 constexpr float kLargestLse = kHugeLse2 * 0.693147181f;
 MLA_DEVICE bool has_weights(float lse) { return fabsf(lse) <= kLargestLse; }
 

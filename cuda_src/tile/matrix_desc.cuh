@@ -1,6 +1,6 @@
 // Descriptors of tcgen05 products, from named fields. Operands lie in SW128 tiles: rows of 64 columns of 16-bit
 // elements in the 128-byte swizzle of tile/sw128.cuh, which an SW128 tile of 64 rows is.
-// The same SW128 tile serves as a K-major operand (the product sums over its columns) and as an MN-major one (over its
+// An SW128 tile serves both as a K-major operand (the product sums over its columns) and as an MN-major one (over its
 // rows).
 #pragma once
 #include "ptx/control.cuh"
@@ -50,7 +50,7 @@ MLA_DEVICE constexpr InstructionDesc make_instruction_desc(u32 m, u32 n, Major a
                            (u32)b << 16 | n / 8 << 17 | m / 16 << 24};
 }
 
-// The same of operands of e4m3, whose number in `kind::f8f6f4` is float16's in `kind::f16`.
+// e4m3 operands: their number in `kind::f8f6f4` equals float16's in `kind::f16`.
 MLA_DEVICE constexpr InstructionDesc make_e4m3_instruction_desc(u32 m, u32 n, Major a = Major::K, Major b = Major::K) {
     return make_instruction_desc<float16>(m, n, a, b);
 }

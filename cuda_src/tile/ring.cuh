@@ -49,7 +49,7 @@ struct RingPosition {
     }
 };
 
-// The same in one register, for a number of stages that is a power of two.
+// A ring in one register, for a number of stages that is a power of two.
 template <i32 kStages>
 struct RingCount {
     static_assert((kStages & (kStages - 1)) == 0, "a power of two");

@@ -1,8 +1,8 @@
 // RoPE: a pair (x, y) becomes (x cos - y sin, y cos + x sin). Every operation is rounded: none is fused.
 //
-// A RoPE part of 64 elements is eight pieces, in as many neighbouring lanes. The elements of a pair are (2i, 2i + 1),
-// in one piece, or (i, i + 32), four pieces apart. Its angle comes from tables, or from the token's position: a
-// frequency is the pair's turns for each token, in units of 2^-64 turns, so that a product modulo 2^64 is exact.
+// A RoPE part of 64 elements is eight pieces, in eight neighbouring lanes. The elements of a pair are (2i, 2i + 1), in
+// one piece, or (i, i + 32), four pieces apart. Its angle comes from tables, or from the token's position: a frequency
+// is the pair's turns per token, in units of 2^-64 turns, so that a product modulo 2^64 is exact.
 #pragma once
 #include "common/types.cuh"
 #include "tile/elements.cuh"
@@ -10,7 +10,7 @@
 namespace mla {
 constexpr i32 kRopePairs = 32;
 constexpr i32 kRopePieces = 2 * kRopePairs / kChunkElems;
-constexpr i32 kPieceOfOther = kRopePieces / 2;       // of pairs (i, i + 32): how far the other element's piece is
+constexpr i32 kPieceOfOther = kRopePieces / 2;       // of pairs (i, i + 32): distance of the other element's piece
 constexpr i32 kPairsOfPiece = kChunkElems / 2;       // (2i, 2i + 1)
 constexpr float kRadians = 1.57079633f / (1 << 30);  // of 2^-32 turns
 constexpr u32 kQuarterTurn = 1u << 30, kEighth = 1u << 29;  // in 2^-32 turns
@@ -25,7 +25,7 @@ MLA_DEVICE void turn_pair(float& x, float& y, float cos, float sin) {
     x = first;
 }
 
-// Of an angle in 2^-32 turns: polynomials within an eighth of a turn, the same numbers on every GPU.
+// Sine and cosine of an angle in 2^-32 turns: polynomials within an eighth of a turn, the same numbers on every GPU.
 MLA_DEVICE void sin_cos(u32 turns, float& sin, float& cos) {
     const u32 quarter = (turns + kEighth) / kQuarterTurn;
     const float x = (float)(i32)(turns - quarter * kQuarterTurn) * kRadians, square = x * x;
@@ -39,7 +39,7 @@ MLA_DEVICE void sin_cos(u32 turns, float& sin, float& cos) {
     if ((quarter + 1) / 2 % 2 != 0) cos = -cos;
 }
 
-// Of the pairs of one piece: of (2i, 2i + 1) the first four.
+// Angles of the pairs of one piece; pairs (2i, 2i + 1) use the first four.
 struct PieceAngles {
     float cos[kChunkElems], sin[kChunkElems];
 
@@ -68,7 +68,7 @@ struct PieceAngles {
         }
     }
 
-    // Turns a piece. Called by whole warps, whose lanes have the eight pieces of each part in turn.
+    // Turns a piece. Called by whole warps; consecutive lanes hold the eight pieces of each part.
     MLA_DEVICE void turn(float (&x)[kChunkElems], i32 piece, bool interleaved) const {
         if (interleaved) {
 #pragma unroll

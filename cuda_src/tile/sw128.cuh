@@ -46,7 +46,7 @@ MLA_DEVICE SmemDesc mn_major_desc(SmemAddr sw_tile, u32 next_tile = kSw128Bytes,
     return make_desc(sw_tile, next_tile, next_rows);
 }
 
-// The same with another distance of the next 8 rows; the start is not touched.
+// Changes the distance of the next 8 rows; the start is not touched.
 MLA_DEVICE SmemDesc with_next_rows(SmemDesc desc, u32 next_rows) {
     constexpr u64 kField = 0x3fffull << 32;
     return SmemDesc{(desc.bits & ~kField) | (u64)(next_rows >> 4) << 32};
@@ -57,9 +57,9 @@ MLA_DEVICE SmemDesc advance(SmemDesc desc, u32 bytes) {
     return SmemDesc{(desc.bits & 0xffffffff00000000ull) | (u64)((u32)desc.bits + (bytes >> 4))};
 }
 
-// The descriptor with its address in a uniform register, as WGMMA takes it, and all that is computed from it, too: one
-// instruction per product instead of nine. A reduction over the warp writes such a register; a shuffle does not always.
-// The address is opaque: otherwise the compiler keeps every sum of address and step in a register across the loop.
+// The descriptor with its address, and everything computed from it, in uniform registers for WGMMA: one instruction per
+// product instead of nine. A reduction over the warp writes such a register; a shuffle does not always. The address is
+// opaque: otherwise the compiler keeps every sum of address and step in a register across the loop.
 MLA_DEVICE SmemDesc uniform(SmemDesc desc) {
     i32 low = (i32)desc.bits;
     opaque(low);

@@ -1,5 +1,5 @@
-// Products of matrices in SW128 tiles by tcgen05, issued by one thread, and the signals that what they write is there,
-// or read.
+// Products of matrices in SW128 tiles by tcgen05, issued by one thread, and the signals that their operands have been
+// read and their results written.
 #pragma once
 #include "tile/matrix_desc.cuh"
 #include "tile/ring.cuh"
@@ -50,7 +50,7 @@ MLA_DEVICE void multiply_columns(MatrixDesc a, u32 a_sw_tile_bytes, MatrixDesc b
     }
 }
 
-// In `steps` equal steps of each operand; the first adds to what is there if `accumulate`.
+// Multiplies in `steps` equal steps of each operand; the first one adds to the accumulator if `accumulate`.
 template <class Multiply>
 MLA_DEVICE void multiply_steps(MatrixDesc a, u32 a_step_bytes, MatrixDesc b, u32 b_step_bytes, i32 steps,
                                bool accumulate, Multiply multiply) {

@@ -1,4 +1,4 @@
-// A window of tensor memory, all lanes x 128 columns, written and read as it is: for kernels that test products and
+// A window of tensor memory, all lanes x 128 columns, written and read unchanged: for kernels that test products and
 // loads.
 #pragma once
 #include "ptx/tcgen05.cuh"

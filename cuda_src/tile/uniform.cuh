@@ -1,4 +1,4 @@
-// Numbers in uniform registers, of which a warp has one set beside those of its threads. From sm_80 on.
+// Numbers in uniform registers, one set per warp in addition to its threads' registers. From sm_80 on.
 #pragma once
 #include "common/types.cuh"
 

@@ -3,8 +3,7 @@
 #include "common/types.cuh"
 
 namespace mla {
-// The warp's index in its block, known to the compiler to be uniform: a dispatch of roles by it must not look
-// divergent.
+// The warp's index in its block, known to the compiler to be uniform: a dispatch of roles must not look divergent.
 MLA_DEVICE i32 uniform_warp() { return __shfl_sync(kFullWarp, threadIdx.x / kWarpThreads, 0); }
 
 MLA_DEVICE float warp_max(float x) {

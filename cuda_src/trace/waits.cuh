@@ -1,12 +1,11 @@
 // Records of when each warp waits, and for what.
 //
-// No kernel includes this file. A traced build is compiled from a text of two lines, this file and then the kernel, and
-// the names of whatever waits stand for the functions below from here on. The entry gets one statement more, a
-// `TracedWarp` behind its brace. So a trace needs no change of a kernel, and a build without it is the same to the last
-// bit.
+// No kernel includes this file. A traced build is compiled from two lines, which include this file and then the kernel,
+// and from here on the names of all waits stand for the functions below. The entry gets one more statement, a
+// `TracedWarp` after its brace. So a trace needs no change to a kernel, and a build without it is identical.
 //
-// A record has the clocks at both ends of a wait, and where in the source it is. It takes ten instructions, none of
-// which waits for memory, and ptxas puts the kernel's own between them; `MLA_TRACE_LEAN` takes three more, and fewer
+// A record has the clocks at both ends of a wait, and its place in the source. It costs ten instructions, none of which
+// waits for memory, and ptxas interleaves the kernel's own; `MLA_TRACE_LEAN` costs three more instructions and fewer
 // registers. Where `MLA_TRACE_ONLY` lists sites, waits elsewhere are compiled as if there were no trace.
 #pragma once
 #include "common/types.cuh"
@@ -35,7 +34,7 @@ struct Moment {
     u32 sm;
 };
 
-// Where records go. The host writes it into the loaded module. Rows are those of warps: block * warps + warp.
+// Destination of the records. The host writes it into the loaded module. Each row is a warp: block * warps + warp.
 struct TraceTarget {
     WaitRecord* records;  // [capacity][rows]: one limit holds for all warps
     Moment* moments;      // [rows][2], when a warp began, and when it ended

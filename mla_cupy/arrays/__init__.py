@@ -1,8 +1,8 @@
-"""Arrays of any library: borrowed views, results in the caller's library. The only package that knows frameworks.
+"""Arrays of any library: borrowed views, results in the caller's library. The only package that handles frameworks.
 
-A *family* is a library and a place: NumPy, CuPy, PyTorch on a GPU, PyTorch on the CPU, JAX, anything with DLPack.
-Three families are native, that is, can be viewed and allocated directly: NumPy, CuPy and PyTorch on a GPU. The others
-lend their arrays to a native one (`adopt`, no copy) and take results back from it (`release`).
+A *family* is a library and a place: NumPy, CuPy, PyTorch on a GPU, PyTorch on the CPU, JAX, anything with DLPack. Three
+families are native, that is, can be viewed and allocated directly: NumPy, CuPy and PyTorch on a GPU. The others lend
+their arrays to a native one (`adopt`, no copy) and get results back from it (`release`).
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def family_of(x: Any, argument: str) -> Family:
         return torch_family() if x.is_cuda else TORCH_CPU
     if kind == "numpy" and isinstance(x, np.ndarray):
         if isinstance(x, np.ma.MaskedArray):
-            remedy = "fill it, or mask by indices, lengths or missing pages"
-            raise DTypeError(explain(argument, "a masked array", "an array whose every element counts", remedy))
+            remedy = "fill it, and mask by indices, lengths or pages outside the cache"
+            raise DTypeError(explain(argument, "a masked array", "an array without a mask", remedy))
         return NUMPY
     if kind == "jax":
         return JAX[_is_on_gpu(x, argument)]
@@ -95,7 +95,7 @@ def _is_on_gpu(x: Any, argument: str) -> bool:
     try:
         return bool(x.__dlpack_device__()[0] == CUDA_DEVICE_TYPE)
     except Exception as error:
-        remedy = "under jit, grad, vmap or shard_map call the function of that name of mla_cupy.jax"
+        remedy = "under jit, grad, vmap or shard_map call mla_cupy.jax's function of this name"
         raise DTypeError(explain(argument, f"{kind_of(x)} without memory", _KNOWN, remedy)) from error
 
 
@@ -132,7 +132,7 @@ def _where(family: Family) -> str:
 def check_writable(
     family: Family, results: Mapping[str, Any], function: str = "", changed: Collection[str] = ()
 ) -> None:
-    """Check that arrays for results, None for one not given, can be written to.
+    """Check that arrays for results, or None, can be written to.
 
     Parameters
     ----------
@@ -154,8 +154,8 @@ def check_writable(
         if x is None:
             continue
         if not family.mutable:
-            expected = "one that can be changed" if argument in changed else "None"
-            remedy = "its arrays cannot be written"
+            expected = "a writable array" if argument in changed else "None"
+            remedy = "its arrays are immutable"
             if function:
                 remedy += f"; call mla_cupy.{family.name}.{function}, which returns it"
             raise DTypeError(explain(argument, f"an array of {family.name}", expected, remedy))
@@ -186,5 +186,5 @@ def _handle_of(stream: Any) -> int | None:
 def check_stream(family: Family, stream: Any) -> None:
     """Raise ArgumentError if a stream is named that the arrays would not be ordered with."""
     if stream is not None and not family.takes_stream:
-        remedy = "make it CuPy's current stream instead: DLPack orders the arrays with that one"
+        remedy = "make it CuPy's current stream: DLPack orders arrays on that stream"
         raise ArgumentError(explain("stream", repr(stream), f"None for {family.name} arrays", remedy))

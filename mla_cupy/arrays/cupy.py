@@ -37,7 +37,7 @@ class CupyFamily(NativeFamily):
         return view_of(argument, data.ptr, x.shape, x.strides, dtype.itemsize, name_of(dtype), data.device_id)
 
     def signature(self, arrays: Sequence[Any]) -> tuple[list[int], Signature] | None:
-        # Most of what a repeated call does in Python: no function is called per array, and most arrays are None.
+        # The hot path of a repeated call: it calls no function per array. Most arrays are None.
         kind = self.kind
         addresses = [0] * (len(arrays) + 1)
         key: list[Any] = []
@@ -164,7 +164,7 @@ class CupyFamily(NativeFamily):
         return self._cupy.ndarray(view.shape, dtype, cuda.MemoryPointer(memory, 0), strides)
 
     def nccl(self) -> Any:
-        """CuPy's binding of NCCL; None where it has none."""
+        """CuPy's binding of NCCL, or None."""
         try:
             from cupy.cuda import nccl
         except ImportError:
@@ -195,7 +195,7 @@ class CupyFamily(NativeFamily):
             raise UnsupportedDeviceError(f"device {number}: CuPy cannot use it: {error}; {remedy}") from error
 
     def event(self, device: int) -> Any:
-        """The end of what `device`'s current stream holds now; None while it is captured, when nothing runs."""
+        """The end of the present work on `device`'s current stream; None while it is captured, when nothing runs."""
         with self._device(device):
             stream = self._current()
             if stream.is_capturing():

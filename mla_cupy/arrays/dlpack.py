@@ -1,4 +1,4 @@
-"""Arrays that are reached through DLPack: those of JAX, and those of any other library on a GPU."""
+"""Arrays that are reached through DLPack: JAX's, and any other library's on a GPU."""
 
 from __future__ import annotations
 

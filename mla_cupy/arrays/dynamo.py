@@ -1,7 +1,7 @@
 """Exclusion of functions that launch kernels from tracing by `torch.compile`.
 
-A marked function breaks the graph of its caller. What it calls is run as it is, too, once PyTorch is known to be there:
-PyTorch is never imported, and may come later than a function.
+A marked function breaks the graph of its caller. Its callees also run uncompiled, once PyTorch has been imported:
+PyTorch is never imported here, and may be imported after a function is marked.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def runs_as_it_is(function: _F) -> _F:
 
 
 def leave_alone() -> None:
-    """Tell PyTorch of what has been marked; versions that cannot be told may try to compile what lies below."""
+    """Tell PyTorch about the marked functions; other versions may try to compile their callees."""
     frames: Any = sys.modules["torch"]
     for name in ("_C", "_dynamo", "eval_frame"):
         frames = getattr(frames, name, None)

@@ -15,7 +15,7 @@ _NAMES: dict[Any, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def name_of(dtype: Any) -> str:
-    """The name of a NumPy dtype; those that the package does not know keep their own."""
+    """The name of a NumPy dtype; unsupported dtypes keep their own."""
     name = _NAMES.get(dtype)
     return name if name is not None else str(dtype)
 

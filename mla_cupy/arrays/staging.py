@@ -35,13 +35,13 @@ class Staging:
         self._next = 0
 
     def acquire(self) -> int:
-        """The index of the next buffer; waits only if as many copies as there are buffers are still in flight."""
+        """The index of the next buffer; waits only if a copy from every buffer is still in flight."""
         self._next = (self._next + 1) % _BUFFERS
         self._events[self._next].synchronize()
         return self._next
 
     def copy_to(self, target: int, part: slice, stream: int) -> None:
-        """Enqueue a copy of a part of the buffer to the same part of an array on the device, whose address is given."""
+        """Enqueue a copy of a part of the buffer to the same part of the device array at address `target`."""
         begin = 4 * part.start
         source, nbytes = self._addresses[self._next] + begin, 4 * (part.stop - part.start)
         self._copy(target + begin, source, nbytes, self._kind, stream)

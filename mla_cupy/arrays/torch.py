@@ -105,7 +105,7 @@ class TorchFamily(NativeFamily):
         address_of = self._kind.data_ptr
         place = {index: at for at, index in enumerate(present, 1)}
         spread = operator.itemgetter(0, *[place.get(index, 0) for index in range(len(arrays))])
-        latest: tuple[list[int], list[int]] = [], []  # aligned ones, without and with zeros for what is not given
+        latest: tuple[list[int], list[int]] = [], []  # aligned ones, without and with zeros for absent arrays
 
         def match(others: Sequence[Any]) -> list[int] | None:
             nonlocal latest
@@ -242,7 +242,7 @@ def _tensor_guards(torch: Any) -> Any:
 
 @functools.cache
 def write_counter(torch: Any) -> Counter:
-    """Function that increments tensors' versions, by which autograd knows that one it has saved was overwritten."""
+    """Function that increments tensors' versions, so that autograd detects overwritten saved tensors."""
     increment: Counter = torch._C._increment_version
     try:
         increment(())
@@ -260,7 +260,7 @@ def _increment_each(increment: Any, tensors: Iterable[Any]) -> None:
 
 @breaks_graphs
 def check_tensor(x: Any, argument: str) -> None:
-    """Check that a tensor has memory that says what it is, and that no derivatives are wanted.
+    """Check that a tensor has plain memory, and that no derivatives are requested.
 
     Raises
     ------
@@ -294,7 +294,7 @@ def _has_memory(x: Any) -> bool:
 def check_plain(x: Any, argument: str) -> None:
     """Check that a tensor is dense, and that its memory holds its values as they are."""
     if x.is_nested:
-        remedy = "pass its values(), and where sequences begin"
+        remedy = "pass its values() and the starts of sequences"
         raise DTypeError(explain(argument, "a nested tensor", "a dense one", remedy))
     if str(x.layout) != "torch.strided":
         raise DTypeError(explain(argument, f"a tensor of layout {x.layout}", "a dense one", "call its to_dense()"))
@@ -316,7 +316,7 @@ _RESOLVE = "call its resolve_neg() or resolve_conj()"
 
 
 def _derivative(torch: Any, x: Any) -> str:
-    """Part that a tensor takes in reverse or forward mode; "" if it has none."""
+    """A tensor's role in reverse or forward mode; "" if it has none."""
     forward_mode = torch.autograd.forward_ad
     if x.requires_grad and torch.is_grad_enabled():
         return "requires grad, in grad mode"

@@ -13,13 +13,13 @@ from mla_cupy.errors import ShapeError, explain
 HOST = -1
 """The `device` of a view in the host's memory."""
 ARRAY_ALIGNMENT = 16
-"""Signatures tell addresses apart modulo this number of bytes, which is what TMA demands of them."""
+"""Signatures distinguish addresses modulo this number of bytes, TMA's alignment."""
 
 Signature = tuple[Any, ...]
 """Everything about some arrays but their addresses, in a form that can be hashed and compared quickly."""
 
 Matcher = Callable[[Sequence[Any]], "list[int] | None"]
-"""Tells whether arrays have one certain signature: their addresses, as `Native.signature` gives them, or None."""
+"""Tests if arrays have a given signature; returns their addresses, as from `Native.signature`, or None."""
 
 Counter = Callable[[Collection[Any]], None]
 """Counts a write to each of some arrays, for a library that would not notice it otherwise."""
@@ -51,7 +51,7 @@ def view_of(
     dtype: str,
     device: int,
 ) -> View:
-    """A view of an array whose strides are in bytes.
+    """A view of an array with strides in bytes.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def view_of(
 
 
 class Native(Protocol):
-    """A library whose arrays can be viewed and allocated directly."""
+    """A library with arrays that can be viewed and allocated directly."""
 
     @property
     def count_writes(self) -> Counter | None:
@@ -104,13 +104,13 @@ class Native(Protocol):
         """The array itself, or a copy made on `stream`."""
 
     def scratch(self, nbytes: int, device: int, stream: int) -> tuple[object, int]:
-        """Memory that is used on `stream`, 256-byte aligned: what keeps it alive, and its address."""
+        """Memory that is used on `stream`, 256-byte aligned: its owner, and its address."""
 
     def current_stream(self, device: int) -> int:
         """The raw handle of the caller's current stream."""
 
     def to_numpy(self, x: Any, stream: int) -> np.ndarray[Any, Any]:
-        """A copy on the host, after what `stream` holds."""
+        """A copy on the host, after the work on `stream`."""
 
 
 class Family(Protocol):
@@ -138,7 +138,7 @@ class Family(Protocol):
 
     @property
     def native(self) -> Native:
-        """Array library that computes on its arrays, in place of its own."""
+        """Native library that computes on its arrays."""
 
     def adopt(self, x: Any) -> Any:
         """Return an array of `native` over the same memory."""
@@ -166,4 +166,4 @@ class NativeFamily:
         return x
 
     def settle(self, lent: Iterable[Any]) -> None:
-        """Nothing to do: the caller names the stream, or the library's own is used, and orders what comes later."""
+        """No-op: the work is on the caller's stream, or on the library's own, which orders later work."""

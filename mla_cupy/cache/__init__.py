@@ -1,4 +1,4 @@
-"""The paged cache as an object: the owners of pages, on the host, and the arrays that the calls take."""
+"""The paged cache as an object: the owners of pages, on the host, and the arrays for calls."""
 
 from mla_cupy.cache.paged import PagedKVCache
 from mla_cupy.cache.reports import CacheStats, CacheStep

@@ -23,7 +23,9 @@ def check_sizes(given: Mapping[str, Any]) -> dict[str, int]:
     sizes = {argument: check_count(argument, value, 1, MAX_SLOTS) for argument, value in given.items()}
     got = sizes["num_pages"] * sizes["page_size"]
     if got > MAX_SLOTS:
-        raise ArgumentError(explain("num_pages * page_size", got, f"at most {MAX_SLOTS}", "slots are int32"))
+        raise ArgumentError(
+            explain("num_pages * page_size", got, f"at most {MAX_SLOTS}", "make it smaller: slots are int32")
+        )
     return sizes
 
 
@@ -41,12 +43,12 @@ def whole_numbers(argument: str, given: Any, expected: str) -> npt.NDArray[np.in
     Raises
     ------
     DTypeError
-        If it is a masked array: whether a masked number counts is the caller's to say.
+        If it is a masked array: the caller must decide if masked numbers count.
     ArgumentError
-        If they are no integers, or one is beyond 64 bits with a sign.
+        If they are not integers, or one exceeds signed 64 bits.
     """
     if isinstance(given, np.ma.MaskedArray):
-        raise DTypeError(explain(argument, "a masked array", expected, "fill it, or take what is not masked"))
+        raise DTypeError(explain(argument, "a masked array", expected, "fill it, or pass its unmasked elements"))
     try:
         values = np.asarray(given)
     except Exception as error:  # whatever arrays of other libraries, and nested lists, raise
@@ -70,7 +72,7 @@ def vector(argument: str, given: Any, b: int) -> npt.NDArray[np.int64]:
 
 
 def tokens_of(tokens: Iterable[int] | None) -> npt.NDArray[np.int64]:
-    """The tokens of a sequence; none are none."""
+    """The tokens of a sequence; None becomes an empty array."""
     expected = "a list of integers"
     given = whole_numbers("tokens", [] if tokens is None else tokens, expected)
     if given.ndim != 1:
@@ -79,7 +81,7 @@ def tokens_of(tokens: Iterable[int] | None) -> npt.NDArray[np.int64]:
 
 
 def check_key(key: Any) -> None:
-    """Check what keeps prefixes apart."""
+    """Check the key that separates prefixes."""
     if not isinstance(key, bytes):
         remedy = "encode text, as by key.encode()"
         raise ArgumentError(explain("key", repr(key), "bytes", remedy))

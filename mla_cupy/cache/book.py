@@ -1,7 +1,7 @@
 """Bookkeeping of `PagedKVCache`, on the host, in NumPy: the owners of pages.
 
-Everything that can fail is found out by a `plan_*` before anything changes. A sequence may write to a page if no other
-sequence has it and it cannot be found by its hash; else the page is copied, or its hash forgotten, first.
+A `plan_*` checks everything that can fail before anything changes. A sequence may write to a page if no other sequence
+shares it and it cannot be found by its hash; else the page is copied, or its hash forgotten, first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mla_cupy.ops.checks import is_integer
 Array = npt.NDArray[Any]
 NO_PAGE = -1
 _NO_LISTS = (bytes, bytearray, set, frozenset, dict)
-"""Types that are refused: `array` would read their bytes as numbers, or they have no order."""
+"""Rejected types: `array` would read their bytes as numbers, or they have no order."""
 _NONE = np.zeros(0, np.int64)
 
 
@@ -38,21 +38,21 @@ class Extension:
     owned : array, (b,)
         Pages before.
     lacks : array, (b,), bool
-        Whether pages are taken for a sequence.
+        Whether a sequence needs new pages.
     growing : array, (n,)
-        Which sequences these are.
+        Rows of these sequences.
     first, end : array, (n,)
-        Columns of the table from which on, and up to which, they take pages.
+        First and last columns of their new pages in the table.
     total : int
-        Pages that they take together.
+        Total number of new pages.
     longest : int
-        No sequence will be longer.
+        Largest length of a sequence afterwards.
     copies : list of (row, column)
-        Pages to copy, since others have them, too.
+        Pages to copy, since other sequences share them.
     copied : list of (int, int)
-        (source, destination), once it is done.
+        (source, destination), after the extension.
     taken : array, (m,)
-        The pages of the growing sequences, one after the other, once it is done.
+        The new pages of the growing sequences, one after the other, after the extension.
     """
 
     rows: Array
@@ -79,15 +79,15 @@ class Book:
     ordinals : array, (max_seqs,)
         1, 2, 3 ...
     length, owned, synced : array, (max_seqs,)
-        Tokens of each sequence; pages that it has, those reserved included; leading pages that the device knows.
+        Tokens of each sequence; its pages, reserved ones included; leading pages that the device knows.
     dirty : array, (max_seqs,), bool
-        Rows whose length or pages the device does not know.
+        Rows with a length or pages that the device does not know.
     changed : bool
-        Whether there are any. Of all other rows the device knows every page: `synced` is `owned`.
+        Whether any row is dirty. The device knows every page of all other rows: `synced` is `owned`.
     refs : array, (num_pages,), int32
-        How many sequences have a page.
+        Number of sequences that share a page.
     copies, evictions : int
-        Since the beginning.
+        Counts since the cache was made.
     """
 
     def __init__(self, num_pages: int, page_size: int, max_seqs: int, max_pages: int) -> None:
@@ -119,7 +119,7 @@ class Book:
         Raises
         ------
         ArgumentError
-            If one is not alive, or there twice.
+            If one is not alive, or is listed twice.
         """
         if self._asked is not None and type(handles) is list:
             try:
@@ -153,15 +153,15 @@ class Book:
     def _dead(self, argument: str, handle: int) -> ArgumentError:
         generation, row = divmod(handle, self.max_seqs)
         if 0 <= generation < self.generation[row]:
-            return ArgumentError(explain(argument, handle, "one that is alive", "it has been freed"))
+            return ArgumentError(explain(argument, handle, "a live sequence", "it has been freed"))
         return ArgumentError(explain(argument, handle, "one that `allocate` or `fork` returned"))
 
     def handle(self, row: int) -> int:
-        """Number by which the caller knows a sequence; a row has a new one for each sequence that it holds."""
+        """The caller's number of a sequence; a row gets a new one for each sequence that it holds."""
         return int(self.generation[row]) * self.max_seqs + row
 
     def check_rows(self, count: int) -> None:
-        """Raise CacheFullError if there is no room for as many sequences."""
+        """Raise CacheFullError if there is no room for `count` more sequences."""
         if count > len(self._rows):
             remedy = "free sequences, or make the cache with a larger max_seqs"
             raise CacheFullError(explain("sequences", f"{count} more", f"at most {len(self._rows)}", remedy))
@@ -210,11 +210,11 @@ class Book:
     # ---- Extension --------------------------------------------------------------------------------------------
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold as many tokens."""
+        """Number of pages for `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def plan_extend(self, rows: Array, counts: Array | int) -> Extension:
-        """Plan what each sequence needs for `counts` more tokens.
+        """Plan the pages of each sequence for `counts` more tokens.
 
         Raises
         ------
@@ -251,11 +251,11 @@ class Book:
         if longest > most:
             at = int(((lengths - 1) // self.page_size).argmax())
             got = f"{lengths[at]} tokens in all"
-            raise ArgumentError(explain(f"counts[{at}]", got, f"at most {most} of a sequence: max_pages * page_size"))
+            raise ArgumentError(explain(f"counts[{at}]", got, f"at most {most} per sequence: max_pages * page_size"))
         return max(longest, int(self.length.max()))
 
     def extend(self, plan: Extension) -> None:
-        """Take the pages and set the lengths."""
+        """Allocate the pages and set the lengths."""
         if plan.total or plan.copies:
             taken = self._take(plan.total + len(plan.copies))
             if plan.copies:
@@ -267,7 +267,7 @@ class Book:
         self._longest = plan.longest
 
     def _copy(self, plan: Extension, taken: list[int]) -> None:
-        """Pages in place of those that others have, too."""
+        """Replace pages that other sequences share by copies."""
         for (row, column), page in zip(plan.copies, taken, strict=True):
             source = int(self.table[row, column])
             self.refs[source] -= 1
@@ -288,7 +288,7 @@ class Book:
         self.owned[rows] = plan.end
 
     def undo(self, plan: Extension) -> None:
-        """Restore the state before, except for cached pages that were evicted; the device is told everything anew."""
+        """Restore the previous state, except for evicted cached pages; the whole state is uploaded again."""
         for (row, column), (source, page) in zip(plan.copies, plan.copied, strict=True):
             self.table[row, column] = source
             self.refs[source] += 1
@@ -308,15 +308,13 @@ class Book:
         needed = self.pages_for(int(self.length[row]) + tokens)
         if needed > self.max_pages:
             most = self.max_pages * self.page_size
-            raise ArgumentError(
-                explain("tokens", tokens, f"at most {most} in all of a sequence: max_pages * page_size")
-            )
+            raise ArgumentError(explain("tokens", tokens, f"at most {most} per sequence: max_pages * page_size"))
         missing = max(0, needed - int(self.owned[row]))
         self._check_pages(missing)
         return missing
 
     def reserve(self, row: int, pages: int) -> None:
-        """Take pages ahead; the next step, of any sequence, tells the device."""
+        """Reserve pages; the next step, of any sequence, uploads them."""
         if pages:
             owned = int(self.owned[row])
             self.table[row, owned : owned + pages] = self._take(pages)
@@ -324,7 +322,9 @@ class Book:
             self.dirty[row] = self.changed = True
 
     def _shared_tails(self, rows: Array, before: Array, counts: Array | int) -> list[tuple[int, int]]:
-        """Partly filled pages that are written while others have them. The last of several writers keeps the page."""
+        """Partly filled pages that are written while other sequences share them. The last of several writers keeps the
+        page.
+        """
         writing = (counts > 0) & (before % self.page_size != 0)
         columns = before // self.page_size
         tails = self.table[rows, np.minimum(columns, self.max_pages - 1)]
@@ -339,7 +339,7 @@ class Book:
         return copies
 
     def forget_tails(self, plan: Extension) -> None:
-        """Pages that the step will write can no longer be found by what they held."""
+        """Pages that the step will write can no longer be found by their old hashes."""
         if self.prefixes.is_empty:
             return
         written = (plan.after > plan.before) & (plan.before % self.page_size != 0)
@@ -351,7 +351,7 @@ class Book:
 
     @property
     def available(self) -> tuple[int, int]:
-        """Pages that hold nothing, and pages that only the hashes know."""
+        """Number of empty pages, and of pages that only their hashes keep."""
         return self._num_free, len(self._unused)
 
     def _check_pages(self, needed: int) -> None:
@@ -361,7 +361,7 @@ class Book:
             raise CacheFullError(explain("pages", f"{needed} more", f"at most {free} free and {cached} cached", remedy))
 
     def _take(self, count: int) -> Array:
-        """Pages for one owner each; the oldest cached ones are given up where there is no free one."""
+        """Allocate pages for one owner each; the oldest cached ones are evicted if there is no free one."""
         while self._num_free < count:
             page = next(iter(self._unused))
             del self._unused[page]
@@ -381,7 +381,7 @@ class Book:
         self._more_owners += len(pages) - len(unused)
 
     def _drop(self, row: int, keep: int) -> None:
-        """Give up the pages from column `keep` on, the last one first."""
+        """Release the pages from column `keep` on, the last one first."""
         owned = int(self.owned[row])
         if owned > keep:
             pages = self.table[row, keep:owned][::-1].copy()
@@ -393,7 +393,7 @@ class Book:
         self.synced[row] = min(self.synced[row], keep)
 
     def _put_back(self, pages: Array) -> None:
-        """Pages that no sequence has any more. Of those that hold the same, one is kept."""
+        """Take back pages without a sequence. Of pages with equal contents, one stays cached."""
         for page in pages[self.prefixes.hashed[pages]].tolist():
             if self.prefixes.has_equal(page):
                 self.prefixes.forget(page)
@@ -406,7 +406,9 @@ class Book:
     # ---- Checks -----------------------------------------------------------------------------------------------
 
     def wasted(self) -> int:
-        """Places without a token in the pages of sequences. Of a page's owners, the one with the most tokens counts."""
+        """Token positions without a token in the pages of sequences. Of a page's owners, the one with the most tokens
+        counts.
+        """
         rows, columns = _spread(np.zeros_like(self.owned), self.owned)
         pages, tokens = self.table[rows, columns], self.length[rows] - columns * self.page_size
         fullest = np.zeros(self.num_pages, np.int64)
@@ -443,10 +445,10 @@ class Book:
         return wrong
 
     def compare(self, table: Array, seqlens: Array) -> list[str]:
-        """Differences of the device's arrays from what was uploaded: none, unless there is a bug.
+        """Differences between the device's arrays and the uploaded state: none, unless there is a bug.
 
         Rows that have changed since the latest step may differ in their lengths, and beyond the pages that the device
-        knows; so may what is left in a row of sequences that are gone.
+        knows, and so may leftovers of freed sequences in a row.
         """
         told = np.arange(self.max_pages) < self.synced[:, None]
         wrong = [
@@ -471,7 +473,7 @@ def _spread(begin: Array, end: Array) -> tuple[Array, Array]:
 
 def _handles(given: Any) -> Array:
     """A list of sequences as an array."""
-    expected = "a list, such as [sequence], of those that `allocate` or `fork` returned"
+    expected = "a list, such as [sequence], of numbers from `allocate` or `fork`"
     if isinstance(given, np.ndarray):
         values = whole_numbers("sequences", given, expected)
         if values.ndim == 1:

@@ -112,7 +112,7 @@ def device_at(place: int | str) -> Any:
     try:
         found = jax.devices("gpu")
     except RuntimeError as error:
-        raise ArgumentError(explain("device", place, "a device that JAX has", f"'cpu': {error}")) from error
+        raise ArgumentError(explain("device", place, "a device of JAX", f"'cpu': {error}")) from error
     if int(place) >= len(found):
-        raise ArgumentError(explain("device", place, f"0 to {len(found) - 1}, the GPUs that JAX has"))
+        raise ArgumentError(explain("device", place, f"0 to {len(found) - 1}, JAX's GPUs"))
     return found[int(place)]

@@ -1,4 +1,4 @@
-"""The arrays of a cache, on the host or on a GPU: pools of pages, the block table, and what a step uploads."""
+"""The arrays of a cache, on the host or on a GPU: pools of pages, the block table, and a step's upload."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Layout(NamedTuple):
     Attributes
     ----------
     words : Words
-        Those of a step's upload.
+        The words of a step's upload.
     formats : mapping
         Name of a pool -> its record.
     max_tokens : int
@@ -64,7 +64,7 @@ class Layout(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Arrays that a step changes, int32; see `PagedKVCache` and `CacheStep`. Those of a step have room for any."""
+    """Arrays that a step changes, int32; see `PagedKVCache` and `CacheStep`. A step's arrays have room for any step."""
 
     table: Any
     seqlens: Any
@@ -79,7 +79,7 @@ class Tables(NamedTuple):
 
 
 class Memory(Protocol):
-    """Memory that `PagedKVCache` lies in, as arrays of one library.
+    """Memory of a `PagedKVCache`, as arrays of one library.
 
     Attributes
     ----------
@@ -98,7 +98,7 @@ class Memory(Protocol):
         """True if a step overwrites the arrays of the one before, and False if it makes new ones."""
 
     def step(self, b: int, tokens: int) -> tuple[Any, Any, Any, Any]:
-        """Slots, positions, block table and lengths of the latest step, of `b` sequences and so many tokens."""
+        """Slots, positions, block table and lengths of the latest step, of `b` sequences and `tokens` tokens."""
 
     def staging(self) -> Sheet:
         """Host memory to write the next step to."""
@@ -125,7 +125,7 @@ def page_stride(record: CacheFormat, page_size: int) -> int:
 
 
 class HostMemory:
-    """NumPy arrays. What changes them is the oracle, or, for tests, the operations in the simulator."""
+    """NumPy arrays. The oracle changes them, or, for tests, the operations in the simulator."""
 
     in_place = True
 
@@ -201,7 +201,7 @@ class TorchHostMemory(HostMemory):
         TORCH_CPU.count_writes([*self._lent, *(self._bytes.values() if copies else ())])
 
     def layer(self, pool: str, layer: int) -> Any:
-        """A view of one tensor for all calls, so that autograd knows of every write."""
+        """A view of one tensor for all calls, so that autograd sees every write."""
         return TORCH_CPU.view_as(self._bytes[pool][layer], *self._layout.view_of(pool))
 
     def lend(self, x: Array) -> Any:
@@ -282,7 +282,7 @@ class DeviceMemory:
         getattr(ops, operation)(*arrays, self.layer(pool, layer), *more, **options)
 
     def lend(self, x: Array) -> Any:
-        """A tensor on the CPU; NumPy's array for CuPy, which has none there."""
+        """A tensor on the CPU; a NumPy array for CuPy."""
         return TORCH_CPU.release(x) if isinstance(self._family, TorchFamily) else x
 
     def fetch(self) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""A paged latent cache whose pages sequences can share."""
+"""A paged latent cache; sequences can share pages."""
 
 from __future__ import annotations
 
@@ -26,51 +26,52 @@ _WRITTEN = "those that have been written: the last sampled token is not yet"
 
 
 class PagedKVCache:
-    """Pages for the tokens of many sequences, in all layers, on a GPU or in the host's memory.
+    """Paged cache for the tokens of many sequences, in all layers, on a GPU or in host memory.
 
-    Several pools, such as latent records and indexer keys, share one block table: what happens to a sequence
-    happens in all of them. Sequences may share pages, by `fork` or because they begin with the same tokens. A shared
-    page is copied when one of its sequences writes to it, in all layers of a pool by one launch.
+    Several pools, such as latents and indexer keys, share one block table: every change of a sequence applies to all of
+    them. Sequences may share pages, by `fork` or because they begin with the same tokens. When a sequence writes to a
+    shared page, the page is copied first, in all layers of a pool by one launch.
 
     Parameters
     ----------
     pools : str, CacheFormat or mapping
-        The record of the pool "kv", or the record of each pool by name; `mla-cupy formats` lists the records.
+        Format of the pool "kv", or a mapping from pool names to formats; `mla-cupy formats` lists them.
     num_pages, page_size : int
-        Pages of each layer, and tokens of a page.
+        Number of pages per layer, and of tokens per page.
     num_layers : int
     max_seqs : int
-        Sequences at a time.
+        Largest number of sequences at a time.
     max_pages : int
-        Pages of a sequence.
+        Largest number of pages of a sequence.
     max_tokens : int, optional
-        Tokens that one `extend` can add, all sequences together. Default: 8192, or max_seqs if that is more.
+        Largest number of tokens that one `extend` adds, all sequences together. Default: 8192, or max_seqs if that is
+        more.
     device : int, str or None
-        CUDA ordinal, "cuda:N" or "cpu", where the oracle changes the arrays. Default: the library's current GPU, else
+        CUDA ordinal, "cuda:N", or "cpu", where the oracle does the work. Default: the library's current GPU, else
         "cpu".
     library : {"numpy", "cupy", "torch", "jax"} or None
-        Whose arrays the cache holds, returns and takes. Default: CuPy's on a GPU, NumPy's on the host.
+        Library of the arrays that the cache holds, returns and accepts. Default: CuPy on a GPU, NumPy in host memory.
 
     Attributes
     ----------
     block_table : array, (max_seqs, max_pages), int32
     seqlens : array, (max_seqs,), int32
-        Of all sequences, by `row`, after the latest step; for CUDA graphs of a fixed batch. Rows without a sequence
-        have length 0.
+        Lengths of all sequences, indexed by `row`, after the latest step; for CUDA graphs of a fixed batch. Rows
+        without a sequence have length 0.
     lock : context manager
-        Each method holds it while it runs. A thread that holds it keeps other threads from making steps.
+        Held by each method while it runs. A thread that holds it keeps other threads from making steps.
 
     Raises
     ------
     ArgumentError
-        If a size does not fit.
+        If a size is out of range.
     UnsupportedDeviceError
         If there is no such GPU.
 
     Notes
     -----
-    Each method may be called from several threads. The next step, of any thread, overwrites a step's arrays. So where
-    several threads make steps, each holds `lock` from `extend` to the last call that uses the step, and all use one
+    All methods are thread-safe. The next step, of any thread, overwrites a step's arrays. Where several threads make
+    steps, each must therefore hold `lock` from `extend` to the last call that uses the step, and all must use one
     stream::
 
         with cache.lock:
@@ -78,17 +79,18 @@ class PagedKVCache:
             cache.append(step, 0, latent, rope)
             out, lse = mla_cupy.mla_decode(q, cache.layer(0), step.block_table, step.seqlens, scale=192**-0.5)
 
-    Without it, `append` and `append_keys` refuse a step that another thread has overtaken; `mla_decode` cannot tell.
+    Without the lock, `append` and `append_keys` raise an error for a step that another thread has overtaken;
+    `mla_decode` cannot detect it.
 
-    Work on a GPU is enqueued on the library's current stream, or on `stream` where a method has it. Steps and the calls
-    that use them belong on one stream. Pages and the arrays of steps keep their addresses, so that CUDA graphs may hold
-    them; JAX's do not.
+    GPU work is enqueued on the library's current stream, or on `stream` where a method accepts it. Steps and the calls
+    that use them belong on one stream. Pages and the arrays of steps keep their addresses, so CUDA graphs may hold
+    them, except for JAX arrays.
 
-    JAX's arrays cannot be written. There a step returns new arrays, and `append` replaces the layer's pages. A function
-    under `jax.jit` takes `layer(...)`, donated, and returns pages for `set_layer`.
+    JAX arrays are immutable: each step returns new arrays, and `append` replaces the layer's pages. Pass `layer(...)`,
+    donated, to a function under `jax.jit`, and give the pages that it returns to `set_layer`.
 
-    Sequences are numbers; those of sequences that have been freed are refused. Host memory: 4 bytes per entry of the
-    block table, some 20 per page.
+    Sequences are numbers; the number of a freed sequence is rejected. Host memory: 4 bytes per entry of the block table
+    and about 20 per page.
 
     Examples
     --------
@@ -131,11 +133,11 @@ class PagedKVCache:
         self._book = Book(num_pages, page_size, max_seqs, max_pages)
         self._memory: Memory = memory_of(library, device, Layout(self._words, self.formats, *sizes), memory)
         self.lock = threading.RLock()
-        self._steps: dict[tuple[int, int, int], CacheStep] = {}  # those of equal sizes are alike but for their numbers
+        self._steps: dict[tuple[int, int, int], CacheStep] = {}  # by sizes; equal ones differ in their number alone
         self._newest: int | None = None  # the number of the step that the arrays hold
 
     def __reduce__(self) -> NoReturn:
-        remedy = "it owns its pages: make another one, `fork` sequences, or copy what `cache_gather` returns"
+        remedy = "it owns its pages: make another cache, `fork` sequences, or copy the result of `cache_gather`"
         raise ArgumentError(explain("cache", "a copy or a pickle of it", "the cache itself", remedy))
 
     @property
@@ -149,7 +151,7 @@ class PagedKVCache:
         return self._memory.tables.seqlens
 
     def layer(self, layer: int, pool: str = "kv") -> Any:
-        """The pages of a layer.
+        """Return the pages of a layer.
 
         Parameters
         ----------
@@ -159,13 +161,13 @@ class PagedKVCache:
         Returns
         -------
         array, (num_pages, page_size, width)
-            A view, of uint8 or of the record's 16-bit dtype: what `mla_decode` and `cache_append` take.
+            A view, uint8 or the format's 16-bit dtype, for `mla_decode` and `cache_append`.
         """
         self._check_layer(layer, pool)
         return self._memory.layer(pool, layer)
 
     def set_layer(self, layer: int, pages: Any, pool: str = "kv") -> None:
-        """Replace the pages of a layer by those that a function of JAX has made of them.
+        """Replace the pages of a layer by pages that a function of JAX returned.
 
         Parameters
         ----------
@@ -176,24 +178,24 @@ class PagedKVCache:
         Raises
         ------
         ArgumentError
-            If the arrays are not JAX's: those of other libraries are written in place.
+            If the arrays are not JAX's: other libraries write pages in place.
         ShapeError, DTypeError
             If the pages do not fit.
         """
         with self.lock:
             self._check_layer(layer, pool)
             if not isinstance(self._memory, JaxMemory):
-                raise ArgumentError(explain("library", "a cache whose pages are written in place", "library='jax'"))
+                raise ArgumentError(explain("library", "a cache with pages that are written in place", "library='jax'"))
             self._memory.set_layer(pool, layer, pages)
 
     def allocate(self, tokens: Any = None, *, key: bytes = b"") -> tuple[int, int]:
-        """Begin a sequence, with the pages of its longest cached prefix.
+        """Begin a sequence, and reuse the pages of its longest cached prefix.
 
         Parameters
         ----------
         tokens : array of int, optional
-            All tokens of the prompt. Pages are found by the tokens that `commit` got for earlier sequences.
-            Token ids are integers of up to 64 bits, with a sign, so that hashes of images may stand for their tokens.
+            All tokens of the prompt. Pages are found by the tokens that earlier sequences passed to `commit`. Token ids
+            are signed integers of up to 64 bits, so that hashes of images may stand for their tokens.
         key : bytes
             Anything else that the cached numbers depend on, such as a LoRA adapter: only sequences with equal keys
             share pages.
@@ -201,9 +203,9 @@ class PagedKVCache:
         Returns
         -------
         sequence : int
-            For all other calls.
+            The sequence's number, for all other calls.
         cached : int
-            Number of tokens that are in the cache already: whole pages, and never all tokens. `extend` the sequence by
+            Number of tokens that are already in the cache: whole pages, and never all tokens. `extend` the sequence by
             the rest.
 
         Raises
@@ -226,11 +228,11 @@ class PagedKVCache:
         Parameters
         ----------
         sequences : sequence of int
-            Each once.
+            Sequences to extend, each once.
         counts : int or array, (b,)
             Tokens to add to each sequence; 0 is allowed, and returns the arrays for a call without new tokens.
         stream : int or stream object, optional
-            Where to enqueue. Default: the library's current stream. Not used with JAX.
+            Stream to enqueue on. Default: the library's current stream. Ignored with JAX.
 
         Returns
         -------
@@ -270,18 +272,18 @@ class PagedKVCache:
         Parameters
         ----------
         step : CacheStep
-            The cache's newest: the slots of earlier ones have been overwritten.
+            The cache's newest step: the slots of earlier steps have been overwritten.
         layer : int
         latent, rope : array
             In the order of the step's slots.
         pool : str
         **options
-            Of `cache_append`. With `cos` and `sin` and without `positions`, the positions are the step's.
+            Options of `cache_append`. With `cos` and `sin` and without `positions`, the step's positions are used.
 
         Raises
         ------
         ArgumentError
-            If there has been a later step, also one that failed while it ran; nothing has been written.
+            If there has been a later step, even one that failed; nothing has been written.
         """
         with self.lock:
             self._check_newest(step)
@@ -306,9 +308,10 @@ class PagedKVCache:
         k : array
             In the order of the step's slots.
         pool : str
-            Of the record "indexer".
+            A pool in the format "indexer".
         **options
-            Of `indexer_cache_append`. With `cos` and `sin` and without `positions`, the positions are the step's.
+            Options of `indexer_cache_append`. With `cos` and `sin` and without `positions`, the step's positions are
+            used.
 
         Raises
         ------
@@ -327,7 +330,7 @@ class PagedKVCache:
                 raise
 
     def fork(self, sequence: int, count: int = 1) -> list[int]:
-        """Sequences with the same tokens so far, which share all pages.
+        """Begin `count` sequences with the same tokens; they share all pages.
 
         Parameters
         ----------
@@ -341,7 +344,7 @@ class PagedKVCache:
         Raises
         ------
         CacheFullError
-            If the cache has no room for so many sequences; nothing has changed.
+            If the cache has no room for `count` more sequences; nothing has changed.
         """
         count = check_count("count", count, 0, MAX_SLOTS)
         with self.lock:
@@ -350,13 +353,13 @@ class PagedKVCache:
             return [self._book.handle(self._book.fork(row)) for _ in range(count)]
 
     def truncate(self, sequences: Sequence[int] | Array, lengths: Any) -> None:
-        """Drop tokens from the ends of sequences, as after speculative decoding, and pages that are only reserved.
+        """Drop tokens from the ends of sequences, as after speculative decoding, and drop reserved pages.
 
         Parameters
         ----------
         sequences : sequence of int
         lengths : int or array, (b,)
-            At most the present ones.
+            New lengths, at most the present ones.
 
         Raises
         ------
@@ -374,7 +377,7 @@ class PagedKVCache:
                 self._book.truncate(row, length)
 
     def free(self, sequences: Sequence[int] | Array) -> None:
-        """End sequences. Pages that can be found by their hash stay until they are evicted for others.
+        """End sequences. Committed pages stay cached until they are evicted.
 
         Parameters
         ----------
@@ -391,7 +394,7 @@ class PagedKVCache:
         ----------
         sequence : int
         tokens : array of int
-            All its tokens from the first one on, as far as they have been written.
+            The sequence's tokens from the first one on, as far as they have been written.
 
         Raises
         ------
@@ -408,7 +411,7 @@ class PagedKVCache:
             self._book.commit(row, given)
 
     def reserve(self, sequence: int, tokens: int) -> None:
-        """Take pages ahead, so that the sequence can be extended by as many tokens.
+        """Reserve pages, so that the sequence can be extended by `tokens` tokens.
 
         Parameters
         ----------
@@ -422,7 +425,7 @@ class PagedKVCache:
 
         Notes
         -----
-        A page that has to be copied, because its last, partly filled page is shared, is not included.
+        The reservation does not include a copy of a shared, partly filled last page.
         """
         tokens = check_count("tokens", tokens, 0, MAX_SLOTS)
         with self.lock:
@@ -430,24 +433,24 @@ class PagedKVCache:
             self._book.reserve(row, self._book.plan_reserve(row, tokens))
 
     def row(self, sequence: int) -> int:
-        """The sequence's row in `block_table` and `seqlens`; it does not change."""
+        """Return the sequence's row in `block_table` and `seqlens`; it does not change."""
         with self.lock:
             return self._book.row_of(sequence)
 
     def length(self, sequence: int) -> int:
-        """Tokens of a sequence."""
+        """Return the number of tokens of a sequence."""
         with self.lock:
             return int(self._book.length[self._book.row_of(sequence)])
 
     def pages(self, sequence: int) -> Any:
-        """The pages of a sequence, in order, without those that are only reserved."""
+        """Return the pages of a sequence, in order, without reserved pages."""
         with self.lock:
             row = self._book.row_of(sequence)
             held: Array = self._book.table[row, : self._book.pages_for(int(self._book.length[row]))].copy()
             return self._memory.lend(held)
 
     def stats(self) -> CacheStats:
-        """Statistics of the pages."""
+        """Return statistics of the pages."""
         with self.lock:
             book = self._book
             free, cached = book.available
@@ -466,13 +469,13 @@ class PagedKVCache:
         Parameters
         ----------
         device : bool
-            Check `block_table` and `seqlens` on the device, too, wherever they must agree with the host. This waits for
-            all work on the device. Lengths that a model has lowered in `seqlens` are reported, too.
+            Also check `block_table` and `seqlens` on the device, wherever they must agree with the host. This waits for
+            all work on the device. It reports lengths that a model has lowered in `seqlens` as well.
 
         Raises
         ------
         AssertionError
-            If there is a bug in the package. The message has the row, and the column of the block table.
+            If there is a bug in the package. The message names the row, and the column of the block table.
         """
         with self.lock:
             wrong = self._book.verify()
@@ -497,7 +500,7 @@ class PagedKVCache:
             raise ArgumentError(explain("step", kind_of(step), "the CacheStep that `extend` returned"))
         if step.number != self._newest:
             newest = f"number {self._newest}, its newest" if self._newest else "one that `extend` has yet to return"
-            remedy = "append before the next `extend`; threads hold `cache.lock` from one to the other"
+            remedy = "append before the next `extend`; hold `cache.lock` from `extend` to `append` in each thread"
             raise ArgumentError(explain("step", f"number {step.number}", f"a step of this cache: {newest}", remedy))
 
     def _check_layer(self, layer: Any, pool: Any) -> None:
@@ -520,8 +523,8 @@ class PagedKVCache:
 
 
 def _check_tokens(argument: str, x: Any, step: CacheStep) -> None:
-    """Raise ShapeError if an array of a step's tokens has another number of them."""
+    """Raise ShapeError if an array does not have one row per token of the step."""
     expected, shape = step.slots.shape[0], tuple(x.shape)
     if len(shape) == 2 and shape[0] != expected:
-        remedy = "rows of a padded batch: cache_append with slots of your own, -1 for those without a token"
+        remedy = "for rows of a padded batch call cache_append with your own slots, -1 for padding"
         raise ShapeError(explain(f"{argument}.shape[0]", shape[0], f"{expected}, the tokens of the step", remedy))

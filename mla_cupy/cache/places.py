@@ -1,4 +1,4 @@
-"""Libraries and devices that a cache can lie in."""
+"""Libraries and devices for a cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def memory_of(library: Any, device: Any, layout: Layout, host: type[HostMemory] 
     Raises
     ------
     ArgumentError
-        If it is nothing of the kind, or the library has no arrays there.
+        If the value is invalid, or the library has no arrays there.
     UnsupportedDeviceError
         If there is no such GPU.
     """

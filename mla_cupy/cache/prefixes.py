@@ -65,7 +65,7 @@ class Prefixes:
             self.hashed[page] = True
 
     def has_equal(self, page: int) -> bool:
-        """True if what a findable page holds can be found in another one, too."""
+        """True if the contents of a findable page can also be found in another page."""
         return len(self._pages_of[self._digest_of[page]]) > 1
 
     def forget(self, page: int) -> None:

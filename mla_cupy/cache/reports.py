@@ -12,22 +12,22 @@ next_number = itertools.count(1).__next__
 
 @dataclass(frozen=True)
 class CacheStep:
-    """Arguments of the calls of one step. Its arrays are those of the cache: the next step overwrites them.
+    """Arguments for the calls of one step. The arrays belong to the cache: the next step overwrites them.
 
     Attributes
     ----------
     slots : array, (n,), int32
-        Slots of the step's tokens, sequence after sequence, for `cache_append`.
+        Slots of the step's tokens, one sequence after another, for `cache_append`.
     positions : array, (n,), int32
-        Their positions in their sequences, for RoPE.
+        Positions of the tokens in their sequences, for RoPE.
     block_table : array, (b, max_pages), int32
     seqlens : array, (b,), int32
-        For `mla_decode`, in the order of the sequences. Lengths include the step's tokens. A model may lower them on
-        the device for its own calls; the cache learns of rejected tokens by `truncate`.
+        Arguments of `mla_decode`, in the order of the sequences. Lengths include the step's tokens. A model may lower
+        them on the device for its own calls; report rejected tokens to the cache with `truncate`.
     copies : int
         Pages that were copied because sequences shared them.
     number : int
-        Later steps have larger ones. `append` and `append_keys` refuse a step that is not its cache's newest.
+        Serial number, larger for later steps. `append` and `append_keys` accept only the cache's newest step.
     """
 
     slots: Any
@@ -54,17 +54,18 @@ class CacheStats:
     Attributes
     ----------
     sequences, tokens : int
-        Alive, and held by them; a shared token counts for each.
+        Live sequences, and their tokens; a token that several sequences share counts once for each.
     pages_used, pages_cached, pages_free : int
-        Pages of sequences; unreferenced pages kept for prefix reuse, evicted on demand; empty ones.
+        Pages of live sequences; pages of freed sequences, kept for prefix reuse and evicted on demand; empty pages.
     pages_shared, pages_reserved : int
-        Of those used: by several sequences; beyond the tokens.
+        Used pages that several sequences share; used pages that hold no token yet.
     tokens_wasted : int
-        Places in used pages that hold no token; in a page of several sequences, those that none of them has filled.
+        Token positions of used pages that hold no token; for a shared page, positions that none of its sequences has
+        filled.
     copies, evictions : int
-        Pages copied on a write, and cached pages evicted, so far.
+        Number of pages copied on a write, and of cached pages evicted, so far.
     prefix_hits, prefix_lookups : int
-        Pages found, and pages looked for, by hash, so far.
+        Number of pages found by hash, and of lookups, so far.
     """
 
     sequences: int

@@ -1,9 +1,9 @@
-"""One step as 32-bit words, for a single upload: what is new in the block table, and how many tokens each row gets.
+"""One step as 32-bit words, for a single upload: changes of the block table, and the number of new tokens of each row.
 
     (source, destination)[max_seqs] | header | rows | lengths | first changes | first tokens | (column, page)...
 
-From the header on it is what `cache_update` takes. The pairs are uploaded if pages are copied; changes come last, so
-that what is uploaded is one piece, as long as the step needs.
+The words from the header on are the argument of `cache_update`. The pairs are uploaded if pages are copied; changes
+come last, so that the upload is one piece, as long as the step needs.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Words:
 
 @dataclass(slots=True)
 class Sheet:
-    """The parts of the words, as arrays of their own.
+    """The parts of the words, as separate arrays.
 
-    `rows_of` are the rows that `rows` and `first_tokens` hold, if they are those of a step of one token each.
+    `rows_of` are the rows that `rows` and `first_tokens` hold, if they belong to a step of one token each.
     """
 
     pairs: Array
@@ -116,7 +116,7 @@ def _pack_counts(ends: Array, book: Book, counts: Array | int) -> None:
 
 
 def _pack_taken(sheet: Sheet, plan: Extension) -> int:
-    """The pages that the step has taken, one for each growing sequence; returns how many."""
+    """Pack the step's new pages, one for each growing sequence; returns their number."""
     made = len(plan.growing)
     counts = sheet.first_changes[1 : len(plan.rows) + 1]
     counts[:] = plan.lacks
@@ -128,7 +128,7 @@ def _pack_taken(sheet: Sheet, plan: Extension) -> int:
 
 
 def _pack_changes(sheet: Sheet, book: Book, rows: Array) -> int:
-    """The pages that the device does not know; returns how many."""
+    """Pack the pages that the device does not know; returns their number."""
     first = sheet.first_changes[: len(rows) + 1]
     synced = book.synced[rows]
     counts = book.owned[rows] - synced

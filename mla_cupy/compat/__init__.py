@@ -1,1 +1,1 @@
-"""Functions under the names and signatures that frameworks call already. All but `flash_mla` need PyTorch."""
+"""Drop-in replacements for functions of other libraries. All except `flash_mla` need PyTorch."""

@@ -1,9 +1,9 @@
-"""The sparse backward as cudnn-frontend's `DSA` namespace has it::
+"""The sparse backward with the signature of cudnn-frontend's `DSA` namespace::
 
     from mla_cupy.compat.cudnn_dsa import sparse_attention_backward_wrapper
 
-Where the caller works around limits of cuDNN it may stop to: any number of heads and any `topk` is taken, a query may
-select nothing, unused slots may be -1 anywhere, and nothing waits for the GPU.
+It has fewer limits than cuDNN: any number of heads and any `topk`, queries that select nothing, and -1 for unused slots
+anywhere. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def sparse_attention_backward_wrapper(
     block_tile: int = 64,
     stream: Any = None,
 ) -> dict[str, torch.Tensor | None]:
-    """Gradients of sparse attention: `mla_cupy.sparse_mla_backward`.
+    """Compute the gradients of sparse attention with `mla_cupy.sparse_mla_backward`.
 
     Parameters
     ----------
@@ -52,15 +52,15 @@ def sparse_attention_backward_wrapper(
     attn_sink : tensor, (h_q,), float32, or None
         None is -inf: no sink.
     topk_idxs : tensor, (s_q, topk), int32
-        Rows of kv, of the whole batch; -1 for an unused slot.
+        Rows of kv, counted over the whole batch; -1 for an unused slot.
     softmax_scale : float, optional
         Default: d_qk**-0.5.
     topk_length : tensor, (s_q,), int32, optional
-        Only so many slots of each query count.
+        Number of slots of each query that count.
     dq, dkv : tensor, optional
-        Where the gradients go.
+        Memory for the gradients.
     block_tile : int
-        Not used: a choice of cuDNN's kernels.
+        Ignored: it tunes cuDNN's kernels.
     stream : optional
         A CUstream. Default: PyTorch's current stream.
 
@@ -87,12 +87,12 @@ def sparse_attention_backward_wrapper(
 
 
 def _width(q: torch.Tensor) -> int:
-    """The width of the queries, 1 where they have none: what is wrong with them `sparse_mla_backward` says."""
+    """The width of the queries, 1 if they have none: `sparse_mla_backward` then raises the error."""
     return int(math.prod(check_kind("Tensor", "q", q).shape[-1:])) or 1
 
 
 def _handle(stream: Any) -> Any:
-    """The handle of a CUstream; of what is none `sparse_mla_backward` says so."""
+    """The handle of a CUstream; for anything else `sparse_mla_backward` raises the error."""
     try:
         return None if stream is None else int(stream)
     except (OverflowError, TypeError, ValueError):

@@ -1,10 +1,10 @@
-"""The interface of FlashMLA, with arrays of any library that `mla_cupy` takes::
+"""The interface of FlashMLA, for arrays of any library that `mla_cupy` supports::
 
     from mla_cupy.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
-It takes more than FlashMLA does: any number of heads, any page size, any `topk`, float16 everywhere, dense decode
-from an FP8 cache, and sparse decode from a 16-bit cache. `strict=True` refuses what FlashMLA refuses on Hopper, for
-engines that probe what a library can do.
+It accepts more than FlashMLA: any number of heads, any page size, any `topk`, float16 everywhere, dense decode from an
+FP8 cache, and sparse decode from a 16-bit cache. `strict=True` raises an error where FlashMLA does on Hopper, for
+engines that probe the limits of a library.
 
 The LSE is natural. A query that sees nothing has an `out` of 0 and an LSE of +inf, as in FlashMLA; `mla_cupy` itself
 returns -inf, as do both libraries in `flash_attn_varlen_func`.
@@ -52,18 +52,18 @@ _INDEXER_TOPK = (0, 512, 1024, 2048)
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """A schedule for `flash_mla_with_kvcache`, to be made by its first call.
+    """Return an empty schedule for `flash_mla_with_kvcache`; the first call fills it.
 
     Parameters
     ----------
     *args, **kwargs
-        Not used; older versions of FlashMLA took the lengths here.
+        Ignored; older versions of FlashMLA expect the lengths here.
 
     Returns
     -------
     FlashMLASchedMeta
     None
-        Where older versions returned `num_splits`.
+        Older versions return `num_splits` here.
     """
     return FlashMLASchedMeta(), None
 
@@ -89,7 +89,7 @@ def flash_mla_with_kvcache(
     *,
     strict: bool = False,
 ) -> tuple[Any, Any]:
-    """Decode from a paged cache: densely, or the tokens that `indices` select.
+    """Decode from a paged cache, attending to all tokens or to those that `indices` select.
 
     Parameters
     ----------
@@ -97,10 +97,10 @@ def flash_mla_with_kvcache(
         d_qk is 576 or 512.
     k_cache : array, (num_blocks, page_size, 1, d_qk) or (num_blocks, 1, page_size, d_qk), dtype of q
         FlashMLA's layout, or FlashInfer's. With `indices` the pages follow one another without gaps. An FP8 cache is
-        (..., 656) in the format "v32", d_qk being 576, or with a d_qk of 512 (..., 584) in "v4" (FlashMLA's MODEL1, or
-        V4), (..., 528) in "v41" (its V41), or (..., 656) or, by its `kv_format`, (..., 528) in "v32-nope"; uint8 or
-        float8_e4m3fn, with pages any multiple of 16 bytes apart. A dense cache in FlashMLA's layout may have more KV
-        heads: each is a call of its own for its h_q / h_kv query heads.
+        (..., 656) in the format "v32" with a d_qk of 576; with a d_qk of 512 (..., 584) in "v4" (FlashMLA's MODEL1, or
+        V4), (..., 528) in "v41" (its V41), or (..., 656) or, by `kv_format`, (..., 528) in "v32-nope". Its dtype is
+        uint8 or float8_e4m3fn, and pages are any multiple of 16 bytes apart. A dense cache in FlashMLA's layout may
+        have several KV heads: each runs a separate call for its h_q / h_kv query heads.
     block_table : array, (b, max_pages), int32, or None with `indices`
     cache_seqlens : array, (b,), int32, or None with `indices`
     head_dim_v : int
@@ -111,25 +111,24 @@ def flash_mla_with_kvcache(
     softmax_scale : float, optional
         Default: d_qk**-0.5.
     causal : bool
-        Query i sees token j iff j <= i + seqlen - s_q. Without `indices`.
+        Query i sees token j iff j <= i + seqlen - s_q. Ignored with `indices`.
     is_fp8_kvcache : bool
-        Whether `k_cache` holds FP8 records.
+        True if `k_cache` is in an FP8 format.
     indices : array, (b, s_q, topk), int32, optional
         Tokens of each query: page * page_size + place in the page. Values outside the cache, such as -1, are skipped.
     attn_sink : array, (h_q,), float32, optional
         With `indices`: see `mla_cupy.sparse_mla_forward`.
     topk_length : array, (b,), int32, optional
-        With `indices`: only so many of each query's count.
+        With `indices`: number of each query's indices that count.
     extra_k_cache, extra_indices_in_kvcache, extra_topk_length : array, optional
-        With `indices` and an FP8 cache: a second cache of the same record, or (..., 288) of "v41-fp4" (its V41_FP4)
-        beside "v41", and more tokens, under the same softmax.
+        With `indices` and an FP8 cache: a second cache in the same format, or (..., 288) in "v41-fp4" (its V41_FP4)
+        with "v41", and further tokens, under the same softmax.
     kv_format : str, optional
-        With an FP8 cache, the name of its format: "V32", "V32_NO_ROPE", "V4" or "V41". Default: the one of its width;
-        528 bytes are "V41".
+        Format of an FP8 cache: "V32", "V32_NO_ROPE", "V4" or "V41". Default: by its width; 528 bytes are "V41".
     strict : bool
-        Refuse what FlashMLA refuses on Hopper: other pages than of 64 tokens and an empty batch in dense decode, an FP8
-        cache without `indices` or `indices` without an FP8 cache, the record "v41", and sparse decode with other heads
-        than 64 or 128.
+        Raise an error where FlashMLA does on Hopper: for page sizes other than 64 and an empty batch in dense decode,
+        for an FP8 cache without `indices` or `indices` without an FP8 cache, for the format "v41", and for sparse
+        decode with other than 64 or 128 heads.
 
     Returns
     -------
@@ -143,8 +142,8 @@ def flash_mla_with_kvcache(
 
     Notes
     -----
-    As `mla_cupy.mla_decode`, `mla_cupy.sparse_mla_decode` (FP8 caches) and `mla_cupy.sparse_mla_forward`. In a CUDA
-    graph, see `FlashMLASchedMeta.update`.
+    Precision and limits: as for `mla_cupy.mla_decode`, `mla_cupy.sparse_mla_decode` (FP8 caches) and
+    `mla_cupy.sparse_mla_forward`. In a CUDA graph, see `FlashMLASchedMeta.update`.
 
     Examples
     --------
@@ -197,14 +196,14 @@ def flash_mla_sparse_fwd(
         512.
     attn_sink : array, (h_q,), float32, optional
     topk_length : array, (s_q,), int32, optional
-        Only so many of each query's indices count.
+        Number of each query's indices that count.
     indexer_topk : int
-        At most topk. Unless 0, the log-sum-exp over so many of each query's indices, the first, is a fourth result: of
-        what the indexer has selected, where other rows follow.
+        At most topk. Unless 0, a fourth result is the log-sum-exp over the first `indexer_topk` of each query's
+        indices: the indexer's selection, where other rows follow it.
     strict : bool
-        Refuse what FlashMLA refuses on Hopper: float16, other heads than 64 or 128, a `topk` that is no multiple of
-        128, arrays without their axis of one head, and an `indexer_topk` other than 0, 512, 1024 and, with 64 heads,
-        2048, or any but 0 with 128 heads and a d_qk of 576.
+        Raise an error where FlashMLA does on Hopper: for float16, for other than 64 or 128 heads, for a `topk` that is
+        not a multiple of 128, for arrays without their axis of one head, and for an `indexer_topk` other than 0, 512,
+        1024 and, with 64 heads, 2048, or other than 0 with 128 heads and a d_qk of 576.
 
     Returns
     -------
@@ -214,7 +213,7 @@ def flash_mla_sparse_fwd(
     lse : array, (s_q, h_q), float32
         Without the sink.
     lse_indexer : array, (s_q, h_q), float32
-        With an `indexer_topk` only.
+        Returned with an `indexer_topk` only.
 
     Raises
     ------
@@ -223,8 +222,9 @@ def flash_mla_sparse_fwd(
 
     Notes
     -----
-    As `mla_cupy.sparse_mla_forward`. It records no gradient. `lse_indexer` is from a second call, over the first
-    indices, which takes as long as attention to them does; FlashMLA's kernel makes it on its way.
+    Precision and limits: as for `mla_cupy.sparse_mla_forward`. It records no gradient. `lse_indexer` comes from a
+    second call, over the first indices, which costs as much as attention to them; FlashMLA's kernel computes it on the
+    way.
 
     Examples
     --------
@@ -299,7 +299,7 @@ def _decode(
     schedule.check(form)
     if indices is not None:
         if causal:
-            raise ArgumentError(explain("causal", causal, "False", "indices say what a query sees"))
+            raise ArgumentError(explain("causal", causal, "False", "drop it: indices select the keys"))
         selection = (q, k_cache, indices, topk_length, attn_sink)
         scale = default_scale(form) if scale is None else scale
         if form.record:
@@ -348,7 +348,7 @@ def _sparse_decode_fp8(
     extra_topk_length: Any,
     scale: float,
 ) -> tuple[Any, Any]:
-    """One call; queries whose sequences do not step evenly are copied by their library."""
+    """One call; queries with unevenly spaced sequences are copied by their library."""
     b, s_q, h_q, d_qk = form.b, form.s_q, form.h_q, form.d_qk
     out, lse = sparse_mla_decode(
         *(q.reshape(b * s_q, h_q, d_qk).reshape(b, s_q, h_q, d_qk), k_cache, indices),
@@ -375,7 +375,7 @@ def _sparse_decode(
     pages, row_stride = k_cache.shape[0], strides[2 - head_axis(k_cache.shape, "k_cache")]
     if pages > 1 and page_stride != form.page_size * row_stride:
         expected = f"{form.page_size * row_stride}, page_size rows"
-        remedy = "with indices, pages may have no gaps between them"
+        remedy = "copy the cache to pages without gaps"
         raise ShapeError(explain("k_cache's stride of pages", page_stride, expected, remedy))
     if k_cache.shape[3] != form.d_qk:
         raise ShapeError(explain("k_cache.shape[3]", k_cache.shape[3], f"d_qk={form.d_qk}, as in q"))
@@ -419,23 +419,23 @@ def _check_head_dim_v(argument: str, width: Any) -> None:
 
 
 def check_decode(schedule: Any, num_splits: Any, head_dim_v: int) -> None:
-    """Check what both forms of dense decode take beside the arrays."""
+    """Check the arguments, other than arrays, that both kinds of dense decode share."""
     if not isinstance(schedule, FlashMLASchedMeta):
         remedy = "pass get_mla_metadata()[0] of this module"
         raise PlanError(explain("tile_scheduler_metadata", type(schedule).__name__, "a FlashMLASchedMeta", remedy))
     if num_splits is not None:
-        raise ArgumentError(explain("num_splits", kind_of(num_splits), "None", "the schedule holds all"))
+        raise ArgumentError(
+            explain("num_splits", kind_of(num_splits), "None", "pass None: the schedule holds the splits")
+        )
     _check_head_dim_v("head_dim_v", head_dim_v)
 
 
 def _check_extra(cache: Any, indices: Any, length: Any, possible: bool) -> None:
-    """A second cache and its indices are given together, and only beside a first one of FP8 records with indices."""
+    """Check that a second cache and its indices are passed together, and only with a first FP8 cache with indices."""
     names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
     given = [name for name, x in zip(names, (cache, indices, length), strict=True) if x is not None]
     if given and not possible:
-        raise ArgumentError(
-            explain(given[0], "an array", "None", "only sparse decode from an FP8 cache has a second one")
-        )
+        raise ArgumentError(explain(given[0], "an array", "None", "pass it with indices and an FP8 cache"))
     if given and (cache is None or indices is None):
         missing = names[0] if cache is None else names[1]
         raise ArgumentError(explain(missing, None, f"an array, as {given[0]} is given"))

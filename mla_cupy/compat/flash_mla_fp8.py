@@ -1,9 +1,9 @@
-"""Dense decode in FP8 under the names that vLLM gives to its build of FlashMLA, with arrays of any library::
+"""Dense decode in FP8 with the interface of vLLM's build of FlashMLA, for arrays of any library::
 
     from mla_cupy.compat.flash_mla_fp8 import flash_mla_with_kvcache_fp8, get_mla_metadata_dense_fp8
 
-Both products are in e4m3, by `mla_cupy.mla_decode` with Fp8("fp8"). Sums are added in float32 tile by tile, which
-FlashMLA leaves to the tensor cores.
+Both matmuls run in e4m3, by `mla_cupy.mla_decode` with Fp8("fp8"). Sums are added in float32 tile by tile; FlashMLA
+leaves them to the tensor cores.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _NAMES = {**OF_DECODE, "fp8.q_scale": "descale_q", "fp8.kv_scale": "descale_k"}
 def get_mla_metadata_dense_fp8(
     cache_seqlens: Any = None, num_q_tokens_per_head_k: Any = None, num_heads_k: Any = None
 ) -> tuple[FlashMLASchedMeta, None]:
-    """A schedule for `flash_mla_with_kvcache_fp8`, to be made by its first call.
+    """Return an empty schedule for `flash_mla_with_kvcache_fp8`; the first call fills it.
 
     Parameters
     ----------
     cache_seqlens, num_q_tokens_per_head_k, num_heads_k
-        Not used.
+        Ignored.
 
     Returns
     -------
@@ -58,15 +58,15 @@ def flash_mla_with_kvcache_fp8(
     descale_q: Any = None,
     descale_k: Any = None,
 ) -> tuple[Any, Any]:
-    """Decode densely from a paged cache in e4m3 with one scale, by queries in e4m3.
+    """Decode from a paged cache in e4m3 with one scale, with FP8 matmuls.
 
     Parameters
     ----------
     q : array, (b, s_q, h_q, 576), float8_e4m3fn or uint8; or bfloat16 or float16
-        uint8 holds e4m3 codes. In 16 bits each row is rounded to e4m3 with a scale of its own, see
+        uint8 holds e4m3 codes. Rows of 16-bit queries are rounded to e4m3, each with its own scale, see
         `mla_cupy.mla_decode`.
     k_cache : array, (num_blocks, page_size, 1, 576), float8_e4m3fn or uint8
-        Pages any multiple of 16 bytes apart.
+        Pages are any multiple of 16 bytes apart.
     block_table : array, (b, max_pages), int32
     cache_seqlens : array, (b,), int32
     head_dim_v : int
@@ -79,15 +79,15 @@ def flash_mla_with_kvcache_fp8(
     causal : bool
         Query i sees token j iff j <= i + seqlen - s_q.
     descale_q, descale_k : float, or array of one element, float32, optional
-        Scales of the queries and of the cache, by which their numbers are multiplied; 1 by default. Arrays of CuPy
-        and PyTorch on a GPU are read there, by the kernel. Those of other libraries are copied to the host, which
-        synchronises: give numbers where a call is captured in a CUDA graph.
+        Factors of the queries' and the cache's numbers; 1 by default. The kernel reads arrays of CuPy and PyTorch on a
+        GPU. Arrays of other libraries are copied to the host, which synchronises: pass numbers if the call is captured
+        in a CUDA graph.
 
     Returns
     -------
     out : array, (b, s_q, h_q, 512), bfloat16, or dtype of q
     lse : array, (b, h_q, s_q), float32
-        +inf for a query that sees nothing, whose `out` is 0.
+        +inf for a query that sees nothing; its `out` is 0.
 
     Raises
     ------
@@ -132,7 +132,7 @@ def flash_mla_with_kvcache_fp8(
 
 
 def _scale_of_queries(q: Any, value: Any) -> Any:
-    """A scale of all queries: the number, or an array of a GPU for all rows."""
+    """Return the scale of all queries: the number, or a GPU array for all rows."""
     coded = getattr(q.dtype, "name", str(q.dtype)).removeprefix("torch.") in BYTE_DTYPES
     library = _library_on_gpu("descale_q", value)
     if library is None or not coded:
@@ -141,12 +141,12 @@ def _scale_of_queries(q: Any, value: Any) -> Any:
 
 
 def _scale_of_cache(value: Any) -> Any:
-    """The cache's scale: the number, or an array of a GPU."""
+    """Return the cache's scale: the number, or a GPU array."""
     return _number("descale_k", value) if _library_on_gpu("descale_k", value) is None else value.reshape(1)
 
 
 def _library_on_gpu(argument: str, value: Any) -> Any:
-    """The library of an array of one element that need not be copied to the host; None of what has to be, or is there.
+    """Return the library of a one-element array on a GPU; None if the array must be copied to the host, or is there.
 
     Raises
     ------
@@ -168,7 +168,7 @@ def _check_scale(argument: str, view: View) -> None:
 
 
 def _number(argument: str, value: Any) -> Any:
-    """The number of a scale; whether it fits the operation says."""
+    """Return a scale as a number; the operation checks its value."""
     if value is None:
         return 1.0
     if is_number(value) or not hasattr(value, "dtype"):

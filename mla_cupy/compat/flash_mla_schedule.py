@@ -1,4 +1,4 @@
-"""The schedule object of `mla_cupy.compat.flash_mla`: a plan, and the form of the calls that it serves."""
+"""The schedule object of `mla_cupy.compat.flash_mla`: a plan, and the shapes and options that it serves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mla_cupy.ops.schema import steps_by_16_bytes
 
 
 class Form(NamedTuple):
-    """Properties that all calls with one schedule share. `max_pages` is 0 with indices, `topk` is None without.
+    """Shapes and options that all calls with one schedule share. `max_pages` is 0 with indices, `topk` is None without.
 
     `record` is "" for a cache of 16-bit rows. The last two are None without a second cache.
     """
@@ -49,7 +49,7 @@ def form_of(
     Raises
     ------
     ShapeError, DTypeError
-        If an array has another number of axes, or an FP8 cache is none.
+        If an array has a wrong number of axes, or an FP8 cache is not one.
     """
     try:
         b, s_q, h_q, d_qk = q.shape
@@ -69,7 +69,7 @@ def form_of(
     record = _record_of(dtype, width, kv_format, d_qk) if fp8 else ""
     queries = dtypes.name_of(q.dtype)
     if math == "exact" and queries in BYTE_DTYPES:
-        remedy = "flash_mla_with_kvcache_fp8 takes queries in e4m3"
+        remedy = "call flash_mla_with_kvcache_fp8 for queries in e4m3"
         raise DTypeError(explain("q.dtype", queries, "bfloat16 or float16", remedy))
     sizes = (b, s_q, h_q, page_size, d_qk, max_pages)
     return Form(*sizes, bool(causal), topk, record, extra_page_size, extra_topk, math)
@@ -114,7 +114,7 @@ def view_of(x: Any, argument: str) -> View:
 
 
 class FlashMLASchedMeta:
-    """The schedule of a decode step, made by the first call that it is passed to.
+    """The schedule of a decode step, made by the first call that receives it.
 
     It serves calls of equal shapes with equal values of `cache_seqlens`: the layers of one step. For the lengths of the
     next step call `update`, or start from a new object.
@@ -131,10 +131,10 @@ class FlashMLASchedMeta:
         self._plan: DecodePlan | None = None
 
     def update(self, cache_seqlens: Any) -> None:
-        """Enqueue the schedule for other lengths in the same memory: no synchronisation, can be captured.
+        """Enqueue the schedule for other lengths in the same memory. Does not synchronise, and can be captured.
 
-        FlashMLA has no counterpart. A CUDA graph that holds decode calls follows the lengths of each step if this runs
-        before its replay, or is captured in it.
+        FlashMLA has no counterpart. A CUDA graph with decode calls follows the lengths of each step if `update` runs
+        before each replay, or is captured with them.
 
         Parameters
         ----------
@@ -146,7 +146,7 @@ class FlashMLASchedMeta:
             If no dense call has made the schedule.
         """
         if self._plan is None:
-            raise PlanError(explain("tile_scheduler_metadata", "no schedule", "one that a dense call has made"))
+            raise PlanError(explain("tile_scheduler_metadata", "no schedule", "a schedule made by a dense call"))
         self._plan.update(cache_seqlens)
 
     def check(self, form: Form) -> None:
@@ -180,7 +180,7 @@ class FlashMLASchedMeta:
 
 
 def _make_plan(form: Form, family: Family, view: View) -> DecodePlan:
-    """A plan in memory of the caller's library: from PyTorch's allocator, it can be had during a capture, too."""
+    """Make a plan in memory of the caller's library; PyTorch's allocator also works during a capture."""
     names = ("s_q", "h_q", "d_qk", "max_pages", "page_size")
     sizes: dict[str, Any] = {name: getattr(form, name) for name in names}
     sizes |= {"kv_format": form.record or None, "fp8": Fp8(form.math)}

@@ -37,14 +37,14 @@ def flash_attn_varlen_func(
     Parameters
     ----------
     q : array, (s_q, h_q, d_qk), bfloat16 or float16
-        (d_qk, d_v) is (192, 128), (128, 128) or (256, 256). The last axis is contiguous, as that of k and v.
+        (d_qk, d_v) is (192, 128), (128, 128) or (256, 256). The last axes of q, k and v are contiguous.
     k : array, (s_kv, h_kv, d_qk), dtype of q
         Whole keys of each head. h_q is a multiple of h_kv.
     v : array, (s_kv, h_kv, d_v), dtype of q
     cu_seqlens_qo, cu_seqlens_kv : array, (b + 1,), int32
-        Where the sequences begin, and where the last one ends.
+        Starts of the sequences, and the end of the last one.
     max_seqlen_qo, max_seqlen_kv : int
-        Not used: lengths are read on the device.
+        Ignored: lengths are read on the device.
     dropout_p : float
         0.
     softmax_scale : float, optional
@@ -52,18 +52,17 @@ def flash_attn_varlen_func(
     causal : bool
         Hide the keys after a query's own position, the queries being the last of their sequence.
     deterministic : bool
-        Ask for the same bits in every run. The forward has them always, and so have the gradients of k and v; for that
-        of q, True needs `torch.use_deterministic_algorithms(True)`, which autograd follows.
+        Require the same bits in every run. The forward and the gradients of k and v always have them; for the gradient
+        of q, True requires `torch.use_deterministic_algorithms(True)`, which autograd follows.
     is_varlen : bool
-        Not used: sequences of one length are like any others.
+        Ignored: sequences of equal length need no special case.
 
     Returns
     -------
     out : array, (s_q, h_q, d_v), dtype of q
         0 for a query without a key.
     lse : array, (s_q, h_q), float32
-        Natural; -inf for a query without a key. As in FlashMLA, tensors of PyTorch have the tokens side by side: the
-        strides are (1, s_q).
+        Natural; -inf for a query without a key. As in FlashMLA, PyTorch tensors have strides of (1, s_q).
 
     Raises
     ------
@@ -72,9 +71,9 @@ def flash_attn_varlen_func(
 
     Notes
     -----
-    As `mla_cupy.mla_prefill`, which takes keys in parts, and needs no copies of those that all heads share. For tensors
-    of PyTorch it is `mla_cupy.torch.mla_prefill`: `out` and `lse` are differentiable with respect to q, k and v, also
-    where query heads share those of keys.
+    Precision and limits: as for `mla_cupy.mla_prefill`, which also accepts keys in two arrays and needs no copies of
+    keys that all heads share. PyTorch tensors use `mla_cupy.torch.mla_prefill`: `out` and `lse` are differentiable with
+    respect to q, k and v, also where query heads share key heads.
 
     Examples
     --------
@@ -87,7 +86,7 @@ def flash_attn_varlen_func(
     ((5, 4, 128), [13.856, 14.55, 13.856, 14.55, 14.955])
     """
     if not is_number(dropout_p) or dropout_p != 0:
-        raise ArgumentError(explain("dropout_p", repr(dropout_p), "0", "there is no dropout"))
+        raise ArgumentError(explain("dropout_p", repr(dropout_p), "0", "pass 0: dropout is not supported"))
     check_flag("is_varlen", is_varlen)
     exactly = check_flag("deterministic", deterministic)
     packed = Packed(cu_seqlens_qo, cu_seqlens_kv)
@@ -117,14 +116,14 @@ def flash_attn_varlen_qkvpacked_func(
     Parameters
     ----------
     qkv : array, (s, h, 2 * d_qk + d_v), bfloat16 or float16
-        Of each head its query, its key and its value.
+        Query, key and value of each head.
     cu_seqlens : array, (b + 1,), int32
     max_seqlen : int
-        Not used.
+        Ignored.
     head_dim_qk : int
         d_qk.
     dropout_p, softmax_scale, causal, deterministic, is_varlen
-        As there.
+        As for `flash_attn_varlen_func`.
 
     Returns
     -------
@@ -162,13 +161,13 @@ def flash_attn_varlen_kvpacked_func(
     ----------
     q : array, (s_q, h_q, d_qk), bfloat16 or float16
     kv : array, (s_kv, h_kv, d_qk + d_v), dtype of q
-        Of each head its key and its value.
+        Key and value of each head.
     cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv
-        As there.
+        As for `flash_attn_varlen_func`.
     head_dim_qk : int
         d_qk.
     dropout_p, softmax_scale, causal, deterministic, is_varlen
-        As there.
+        As for `flash_attn_varlen_func`.
 
     Returns
     -------
@@ -187,7 +186,7 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _width(argument: str, packed: Any, head_dim_qk: Any, times: int) -> int:
-    """The width of queries and keys: checked, since a slice takes anything."""
+    """Check and return the width of queries and keys; a slice would accept anything."""
     shape = tuple(getattr(packed, "shape", ()))
     if len(shape) != 3:
         raise ShapeError(explain(f"{argument}.shape", shape, "3 axes"))
@@ -201,7 +200,7 @@ def _of_torch(torch: Any, arrays: tuple[Any, Any, Any], options: dict[str, Any],
 
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arrays):
         if exactly and not torch.are_deterministic_algorithms_enabled():
-            remedy = "call torch.use_deterministic_algorithms(True), which backward passes go by"
+            remedy = "call torch.use_deterministic_algorithms(True), which backward passes follow"
             raise ArgumentError(explain("deterministic", True, "False, with gradients", remedy))
         out, lse = differentiable(*arrays, **options)
         return out, lse.T.contiguous().T

@@ -1,7 +1,8 @@
 """A kernel backend for Megatron-LM's sparse attention (DSA).
 
 Call `register()` before the model runs, and set `dsa_kernel_backend` of its TransformerConfig to "mla_cupy". Megatron
-then asks this module for its fused hooks: attention over given indices is here, the indexer's stay Megatron's own.
+then asks this module for its fused hooks. The module serves attention over given indices; the indexer stays Megatron's
+own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NAMES = {"q": "query", "kv": "key", "indices": "topk_indices", "scale": "softma
 
 
 def register() -> None:
-    """Enter this module in Megatron's table of backends.
+    """Register this module in Megatron's table of backends.
 
     Raises
     ------
@@ -68,7 +69,7 @@ def run_fused_absorbed_sparse_attention(
     softmax_scale : float
     v_channels : int
     topk_length : tensor, (b, s_q), int32 or int64, optional
-        Only so many slots of each query count.
+        Number of slots of each query that count.
 
     Returns
     -------
@@ -78,7 +79,7 @@ def run_fused_absorbed_sparse_attention(
     Raises
     ------
     DTypeError, ArgumentError
-        If an argument is no tensor, or indices are no integers of 32 bits.
+        If an argument is not a tensor, or indices are not 32-bit integers.
     """
     named = {"query": query, "key": key, "topk_indices": topk_indices}
     for name, x in named.items():

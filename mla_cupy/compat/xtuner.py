@@ -1,6 +1,6 @@
 """A backend for xtuner's sparse MLA: a function of its `SparseMLAProtocol`.
 
-`xtuner.v1.ops.sparse_mla.get_sparse_mla` would return it, for a backend called "mla_cupy".
+`xtuner.v1.ops.sparse_mla.get_sparse_mla` can return it for a backend called "mla_cupy".
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     """
     on_gpu = device.gpu_count() > 0 and not options.simulate
     if options.html and on_gpu:
-        raise ArgumentError(explain("--html", "a GPU", "the simulator, whose timeline it is", "add --simulate"))
+        raise ArgumentError(explain("--html", "a GPU", "the simulator: the timeline is simulated", "add --simulate"))
     if options.png:
         _import_matplotlib()
     options.jobs = max(1, options.jobs)

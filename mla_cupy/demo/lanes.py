@@ -34,7 +34,7 @@ def lanes(spans: Sequence[Any], block: Block, width: int) -> dict[str, str]:
     Parameters
     ----------
     spans : sequence of ptxsim spans
-        Those of one launch whose blocks ran one after another, so that what was in flight meanwhile is the block's.
+        Spans of one launch with blocks run one after another, so that everything in flight belongs to the block.
     block : tuple of int
     width : int
     """
@@ -60,7 +60,7 @@ def _warp(span: Any) -> int:
 
 
 def _shares(spans: Iterable[Any], begin: int, end: int, width: int) -> list[float]:
-    """Return the share of each column of time that the spans cover; what overlaps counts more than once."""
+    """Return the share of each column of time that the spans cover; overlaps count more than once."""
     column = (end - begin) / width
     covered = [0.0] * width
     for span in spans:

@@ -1,4 +1,4 @@
-"""The demo on a GPU: its main kernels compiled, a case of each operation checked and timed, beside the roofline."""
+"""The demo on a GPU: its main kernels compiled, a case of each operation checked and timed, next to the roofline."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def core_requests(arch: str) -> list[BuildRequest]:
-    """Return the builds of the calls that are made most; those for one kind of GPU, which take longest, come first."""
+    """Return the builds of the most frequent calls; builds for one kind of GPU, which take longest, come first."""
     core = [(spec, variant) for spec in KERNELS.values() for variant in spec.core_on(arch)]
     core.sort(key=lambda build: not build[0].archs)
     return [spec.request(variant, arch) for spec, variant in core]
 
 
 def measure(device: Any, options: argparse.Namespace) -> tuple[Any, list[dict[str, Any]]]:
-    """Measure the limits of the machine, then check and time each case; a failure is told in its row."""
+    """Measure the limits of the machine, then check and time each case; a failure is reported in its row."""
     with device.current():
         limits = _bench("core.limits").measure(device)
     runner = _bench("core.runner")
@@ -95,8 +95,8 @@ def _show(device: Any, limits: Any, rows: Sequence[Row]) -> None:
     print(f"{device.name} ({device.arch})")
     show(table("checked against the float64 oracle, then timed", heads, map(_cells, rows)))
     rates = f"copy {_rate(limits.copy_tbps, 'TB/s')}, GEMM {_rate(limits.gemm_tflops, 'TFLOP/s')}"
-    say(f"\nThe roofline is that of the limits measured just now: {rates}.")
-    say("More cases, and other libraries beside them: mla-cupy bench run decode --help")
+    say(f"\nThe roofline uses the limits measured just now: {rates}.")
+    say("More cases, and other libraries for comparison: mla-cupy bench run decode --help")
 
 
 def _cells(row: Row) -> list[str]:

@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Largest error of one result, and the tolerance that it is compared with."""
+    """Largest error of one result, and its tolerance."""
 
     result: str
     error: float
@@ -64,14 +64,14 @@ class Comparison:
 
 
 class PerLaunch:
-    """A timeline for each launch of a simulated GPU, by its number; stands where the simulator takes a timeline."""
+    """A timeline for each launch of a simulated GPU, by its number; used where the simulator expects a timeline."""
 
     def __init__(self, gpu: simulation.SimDriver) -> None:
         self._gpu = gpu
         self.timelines: dict[int, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the timeline of the launch under way has."""
+        """Return the current launch's timeline's attribute."""
         number = len(self._gpu.launched)
         if number not in self.timelines:
             self.timelines[number] = parts.simulator().Timeline()
@@ -95,7 +95,7 @@ class Simulated:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compile what one small decode needs, run it in the simulator, and compare it with the oracle.
+    """Compile the kernels of one small decode, run it in the simulator, and compare it with the oracle.
 
     Returns
     -------
@@ -172,7 +172,7 @@ def compare(out: Array, lse: Array, inputs: Inputs, dtype: str) -> list[Comparis
 
 
 def kernel_rows(outcomes: Sequence[Outcome], found: Simulated) -> list[dict[str, Any]]:
-    """Return what became of each launch, in order: its build, its size, and what the simulator counted."""
+    """Return the result of each launch, in order: its build, its size, and the simulator's counts."""
     builds = {outcome.request.entry: outcome_row(outcome) for outcome in outcomes}
     rows = []
     for number, entry in enumerate(found.launched):
@@ -193,7 +193,7 @@ def _describe(dtype: str) -> None:
 
 
 def _without_compiler(inputs: Inputs, error: KernelCompileError, *, as_json: bool) -> int:
-    """Let the oracle compute; that there is no compiler is no failure."""
+    """Fall back to the oracle when no compiler is available."""
     out, lse = mla_cupy.mla_decode(*inputs, scale=SCALE)
     if as_json:
         print(json.dumps({"place": "numpy", "reason": str(error)}, indent=1))

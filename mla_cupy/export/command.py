@@ -26,7 +26,7 @@ from mla_cupy.terminal import path, show, table
 _PREFIX = re.compile(r"[a-z][a-z0-9_]*")
 _INTEGERS = {
     "h_q": "query heads",
-    "h_kv": "KV heads (default: as many as query heads)",
+    "h_kv": "KV heads (default: h_q)",
     "s_q": "query tokens of each sequence (default: 1)",
     "d_qk": "width of the keys: 576 or 512 (default: 576, or the record's)",
     "page_size": "tokens of a page",
@@ -45,7 +45,7 @@ _TEXTS = {
     "dtype": "of queries and 16-bit caches: bfloat16 (default) or float16; with --math fp8 or fp8x2 also float8_e4m3fn",
     "kv_format": "FP8 format of the cache, such as v32; default: 16-bit rows",
     "out_dtype": "of the result: the dtype (default), or float32; of mla_prepare also float8_e4m3fn",
-    "math": "exact (default), fp8 for products of 8 bits, or of dense decode fp8x2 for those of two terms each",
+    "math": "exact (default), fp8 for FP8 matmuls, or for dense decode fp8x2 (two e4m3 terms per number)",
 }
 
 

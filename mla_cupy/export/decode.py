@@ -128,7 +128,7 @@ def fitted(subject: Subject) -> Subject:
 def record(given: Subject, arch: str) -> Recorder:
     """Record calls, plans, their updates, and calls with a plan.
 
-    Of queries whose number varies calls alone: what updates a plan has no starts.
+    Packed queries are exported for calls without a plan: the update of a plan has no starts.
     """
     recorder = record_call(given, arch)
     if _PACKED in given.dtypes:

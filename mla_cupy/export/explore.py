@@ -41,7 +41,7 @@ Diagram = Leaf | Branch
 Path = tuple[tuple[tuple[Expression, bool], ...], Hashable]
 
 NEVER = Leaf("never")
-"""A side that cannot happen, or of which nobody asks what happens on it."""
+"""A side that cannot happen, or that nobody needs."""
 
 
 def explore(function: Callable[[], Hashable], given: Sequence[Diagram] = ()) -> list[Path]:
@@ -181,7 +181,7 @@ def _common(span: Span, other: Span | None) -> Span:
 
 
 def _without(span: Span, other: Span) -> Span:
-    """A span of which an end is cut off, if the other one is that end alone."""
+    """A span without one of its ends, if the other span is that end alone."""
     (low, high), (value, same) = span, other
     if value != same:
         return span

@@ -125,7 +125,7 @@ _EVALUATE: dict[str, Callable[..., Any]] = {
 
 
 def evaluate(expression: Expression, values: Callable[[str], Any]) -> Any:
-    """The value for those of the variables: of a condition True or False."""
+    """The value for the variables' values: True or False for a condition."""
     if expression.op in (INTEGER, REAL):
         return expression.value
     if expression.op == VARIABLE:
@@ -187,7 +187,7 @@ def _is_multiple(a: Expression, of: int) -> bool:
 
 
 def span_of(op: str, args: tuple[Any, ...], spans: list[Span | None]) -> Span | None:
-    """The span of an expression by those of its operands; None for a real number."""
+    """The span of an expression, from its operands' spans; None for a real number."""
     if op in CONDITIONS:
         return 0, 1
     if op == WHERE:

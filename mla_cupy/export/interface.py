@@ -145,7 +145,7 @@ def header(module: Module, banner: list[str]) -> str:
         "",
         "// Set the size of the struct, and the options to their defaults; everything else to zero.",
         f"void {name}_defaults({name}_args* args);",
-        "// Set all strides to those of contiguous arrays, by the sizes.",
+        "// Set all strides for contiguous arrays, from the sizes.",
         f"void {name}_contiguous({name}_args* args);",
         *([f"void {name}_plan_defaults({name}_plan* plan);"] if module.is_planned else []),
         "",
@@ -294,7 +294,7 @@ def definitions(module: Module, procedure: str) -> Iterator[str]:
 
 
 def _workspace_definition(name: str, procedure: str, head: str, opened: str) -> Iterator[str]:
-    """Every rule but those of the workspace: they get one that breaks none."""
+    """Every rule except the workspace's: the caller has none yet, so a valid address is used."""
     (struct,) = PROCEDURES[procedure].structs
     yield f"{head} {{"
     yield f"    {opened}"

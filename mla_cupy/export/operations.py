@@ -27,7 +27,7 @@ class Exported:
     required : tuple of str
         Those among them that must be given.
     fitted : callable
-        `fitted(subject)`: the subject, of which the last thing that was added are further inputs, as these want it.
+        `fitted(subject)`: the subject, adapted to the optional inputs that were just added.
     """
 
     subject: Callable[..., Subject]
@@ -95,7 +95,7 @@ def exported(name: str) -> Exported:
     """
     if name not in OPERATIONS:
         expected = "one of " + ", ".join(OPERATIONS)
-        raise ArgumentError(explain("--op", name, expected, "the guide From C and C++ says what is not exported"))
+        raise ArgumentError(explain("--op", name, expected, "the guide From C and C++ lists the others"))
     return OPERATIONS[name]
 
 

@@ -152,7 +152,7 @@ def absorb(*, h_q: int, d_head: int | None = None, dtype: str | None = None) -> 
 
 
 def with_rope(subject: Subject) -> Subject:
-    """The subject of `absorb`, whose results are wider where the queries' RoPE part is given."""
+    """The subject of `absorb`, with wider results if the queries' RoPE part is passed."""
     return replace(subject, sizes={**subject.sizes, "d_qk": D_QK}) if "q_rope" in subject.dtypes else subject
 
 
@@ -209,7 +209,7 @@ def sparse_forward(
 def sparse_decode(
     *, h_q: int, kv_format: str, page_size: int, topk: int, s_q: int | None = None, dtype: str | None = None
 ) -> Subject:
-    """Attention of new tokens to the records of a cache that their indices select, as many as `topk_length` says."""
+    """Attention of new tokens to the cached tokens that their indices select, the first `topk_length` of them."""
     record = FORMATS[choice("--kv-format", kv_format, READ_FORWARD) or ""]
     dtype = choice("--dtype", dtype or HALF[0], HALF) or ""
     sizes = {"s_q": s_q or 1, "h_q": h_q, "d_qk": record.d_qk, "page_size": page_size, "width": record.width}

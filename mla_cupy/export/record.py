@@ -96,7 +96,7 @@ class Procedure:
     ----------
     name : str
     bounds : tuple of Argument
-        The caller's numbers, whose spans are checked before everything else: all that is recorded relies on them.
+        The caller's numbers. Their spans are checked before everything else: the whole recording relies on them.
     rules : list of Diagram
         What each must come to is None; a Refusal says what is wrong.
     steps : Diagram
@@ -114,7 +114,7 @@ class Procedure:
 
 @dataclass(frozen=True)
 class Memory:
-    """An array of a call: its view, a rule of its own, and the array in whose place it may be."""
+    """An array of a call: its view, its own rule, and the array that it may overwrite."""
 
     name: str
     written: bool
@@ -323,9 +323,9 @@ def _ruled(rule: Callable[[], object]) -> Callable[[], Refusal | None]:
 
 
 def _rules(memory: Sequence[Memory]) -> list[Callable[[], None]]:
-    """The rules of each array, and of each pair of which one is written: they must not overlap.
+    """The rules of each array, and of each pair with a written array: they must not overlap.
 
-    Each is explored alone: together they would have as many paths as there are combinations.
+    Each is explored alone: together they would have one path per combination.
     """
     rules: list[Callable[[], None]] = []
     for each in memory:
@@ -362,8 +362,8 @@ def _check_spans(result: Memory, array: Memory) -> None:
     if low == high or their_low == their_high or (result.may_be == array.name and view == other):
         return
     if not (other.ptr + their_low >= view.ptr + high or view.ptr + low >= other.ptr + their_high):
-        remedy = "pass memory of its own for each result"
-        raise ShapeError(explain(result.name, f"memory within the reach of {array.name}", "memory of its own", remedy))
+        remedy = "pass separate memory for each result"
+        raise ShapeError(explain(result.name, f"memory that may overlap {array.name}", "memory of its own", remedy))
 
 
 # ---- Parameters ----------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def bindings(told: Mapping[str, Any]) -> str:
         lines += _struct("Lengths", "The lengths of a step.", _lengths_members(told))
     lines += [*_default("Args", "defaults"), *(_default("Plan", "plan_defaults") if planned else ())]
     lines += ["impl Args {"]
-    lines += ["    /// Sets all strides to those of contiguous arrays, by the sizes."]
+    lines += ["    /// Sets all strides for contiguous arrays, from the sizes."]
     lines += ["    pub fn contiguous(&mut self) {", "        unsafe { ffi::contiguous(self) }", "    }", "}", ""]
     lines += [*_methods(procedures), "", *_declarations(name, procedures)]
     return "\n".join(lines) + "\n"
@@ -162,7 +162,7 @@ def layouts(told: Mapping[str, Any]) -> dict[str, tuple[dict[str, int], int]]:
 
 
 def _struct(name: str, says: str, members: Sequence[Member]) -> Iterator[str]:
-    """A struct, whose layout the compiler of Rust compares with that of C."""
+    """A struct; Rust's compiler compares its layout with C's."""
     whole = [("struct_bytes", "usize", "size of this struct"), *members]
     offsets, size = layout(whole)
     yield from (f"/// {says}", "#[repr(C)]", "#[derive(Clone, Copy, Debug)]", f"pub struct {name} {{")

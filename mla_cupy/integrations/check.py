@@ -1,4 +1,4 @@
-"""`mla-cupy engines check`: are the installed engines ones that the plugins know, and do they fit?"""
+"""`mla-cupy engines check`: do the plugins support the installed engines?"""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PROBES: dict[str, dict[str, Callable[[], str]]] = {
     "vllm": {"CUSTOM": vllm.dense_difference, "FLASHMLA_SPARSE": vllm.sparse_difference},
     "sglang": {"mla_cupy": lambda: sglang.difference() or sglang.backend_difference()},
 }
-"""Engine -> the backends that it is offered -> what keeps it from taking them."""
+"""Engine -> backends that the plugin offers -> obstacles."""
 _HEADS = ("engine", "installed", "tried", "backend", "found")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     command.add_argument("action", choices=("check",), help="compare the installed engines with what the plugins need")
 
 

@@ -10,7 +10,7 @@ from mla_cupy.torch import TorchDecodePlan, plan_decode
 
 
 def math_of(record: str | None) -> str:
-    """The arithmetic that the user wants for a cache of this FP8 record; of 16-bit rows there is one."""
+    """The user's arithmetic for a cache in this FP8 format; 16-bit rows have only one."""
     return env.get("ENGINE_MATH") if record else "exact"
 
 
@@ -20,12 +20,13 @@ _spare: dict[tuple[Any, ...], Plans] = {}
 class Plans:
     """Plans for one model on one device, made when they are first needed.
 
-    None is ever dropped that has been used: a captured graph may replay in its workspace.
+    Used plans are never dropped: a captured graph may replay in their workspaces.
 
     Parameters
     ----------
     **sizes
-        What they have in common: h_q, d_qk, kv_format, page_size, dtype, math, q_rope, batch_invariant, device.
+        Sizes and options that they share: h_q, d_qk, kv_format, page_size, dtype, math, q_rope, batch_invariant,
+        device.
 
     Attributes
     ----------
@@ -83,9 +84,10 @@ def set_aside(max_b: int, lengths: tuple[int, ...], max_tokens: int, **sizes: An
 
 
 def claim(**sizes: Any) -> Plans:
-    """The plans that were set aside for these sizes, for the first who asks; others, and other sizes, get new ones.
+    """The plans that were set aside for these sizes, for the first caller; later callers, and other sizes, get new
+    ones.
 
-    Two may not share: a plan has one schedule at a time. What was set aside for other sizes is given back, since its
+    Callers may not share: a plan has one schedule at a time. Plans set aside for other sizes are released, since their
     memory is needed for these.
     """
     found = _spare.pop(tuple(sizes.values()), None)

@@ -1,6 +1,6 @@
 """Check that an engine's interface is one that a plugin can serve.
 
-Engines move their interfaces with most releases: parameters are added, reordered, renamed. What counts is whether each
+Engines change their interfaces with most releases: parameters are added, reordered, renamed. The test is whether each
 call that the engine may make of its own method also reaches ours with the same meaning. So signatures are not compared
 by their spelling: calls are bound to them.
 """
@@ -21,7 +21,7 @@ _Call = tuple[list[str], dict[str, str]]
 
 
 def misfit(ours: Callable[..., Any], theirs: Callable[..., Any], *, shortest_only: bool = False) -> str:
-    """Say what keeps `ours` from taking the calls that `theirs` is made for; "" if nothing does.
+    """Explain why `ours` does not accept the calls that `theirs` accepts; "" if it does.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def overridden(ours: type, *needed: str) -> str:
 
 
 def _inherited(ours: type, name: str) -> Callable[..., Any] | None:
-    """The method that a class would have without its own; None if there is none but `object`'s."""
+    """The inherited method of a class without its own; None if there is none but `object`'s."""
     for base in ours.__mro__[1:-1]:
         if name in vars(base):
             found = getattr(base, name)
@@ -110,7 +110,7 @@ def refused(function: Callable[..., Any], *arguments: object) -> str:
 
 
 def offer(engine: str, probe: Callable[[], str], register: Callable[[], None]) -> bool:
-    """Register if the probe finds no difference; otherwise log one line that says why not.
+    """Register if the probe finds no difference; otherwise log the reason in one line.
 
     Returns
     -------
@@ -129,7 +129,7 @@ def offer(engine: str, probe: Callable[[], str], register: Callable[[], None]) -
 
 
 def explained(probe: Callable[[], str]) -> str:
-    """Run a probe; a module or a name that is not there is a difference, too."""
+    """Run a probe; a missing module or name is a difference, too."""
     try:
         return probe()
     except (ImportError, AttributeError) as error:

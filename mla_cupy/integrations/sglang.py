@@ -1,8 +1,8 @@
 """The plugin of SGLang: dense decode as `--attention-backend mla_cupy`.
 
 SGLang loads it through the entry point `sglang.srt.plugins`, in every process and before its layers. The plugin
-therefore only checks that it can register; the backend's interface is compared when a model is loaded. If either
-is one that the plugin cannot serve, the log says so.
+therefore only checks that it can register; the backend's interface is compared when a model is loaded. The log reports
+an unsupported interface of either.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mla_cupy.integrations.probe import absent, attribute, explained, logger, of
 
 BACKEND = "mla_cupy"
 STOCK = "flashmla"
-"""The backend of SGLang's that ours descends from: what it does by name for that one is right for ours, too."""
+"""SGLang's backend that ours descends from: everything that SGLang does for its name is right for ours, too."""
 PAGE_SIZE = 64
 """The fastest one, and the only one of SGLang's FlashMLA backend, which makes the drafts."""
 NEEDED = (
@@ -28,7 +28,7 @@ _REGISTRY = "sglang.srt.layers.attention.attention_registry"
 _HOOKS = "sglang.srt.plugins.hook_registry"
 _DISPATCH = "sglang.srt.models.deepseek_common.attention_backend_handler"
 _IN_PARTS = "sglang.srt.models.deepseek_common.utils", "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS"
-"""Names of the backends whose layers get queries and keys in two arrays, which are not joined before."""
+"""Names of the backends that get queries and keys in two arrays, without a concatenation."""
 
 
 def register() -> None:
@@ -42,7 +42,7 @@ def create(model_runner: Any) -> Any:
     Raises
     ------
     UnsupportedDeviceError
-        If this SGLang's interface is another one; one line in the log says what differs.
+        If this SGLang's interface differs; one line in the log lists the differences.
     """
     found = explained(backend_difference)
     if found:
@@ -54,10 +54,10 @@ def create(model_runner: Any) -> Any:
 
 
 def set_defaults(arguments: Any, *_: Any, **__: Any) -> None:
-    """Give a server with this backend its defaults: pages of 64 tokens, and a backend that makes drafts.
+    """Set a server's defaults for this backend: pages of 64 tokens, and a backend that makes drafts.
 
-    SGLang calls it before it resolves its own. Without it, it would take pages of one token, the slowest, and refuse
-    drafts: it knows only its own backends there. They verify nothing; that is ours.
+    SGLang calls it before it resolves its own defaults. Otherwise SGLang would use pages of one token, the slowest, and
+    reject drafts, for which it accepts only its own backends. Those only make drafts; our backend verifies them.
     """
     if BACKEND not in (arguments.attention_backend, arguments.decode_attention_backend):
         return
@@ -106,7 +106,7 @@ def _register() -> None:
         arguments.add_attention_backend_choices([BACKEND])
         hooks: Any = importlib.import_module(_HOOKS)
         hooks.HookRegistry.register(_resolution(arguments), set_defaults, hooks.HookType.BEFORE)
-        # Where SGLang lets others say so here: the base class reads prefixes in chunks.
+        # SGLang has a hook here; the base class reads prefixes in chunks.
         chunked = getattr(arguments, "add_chunked_prefix_cache_attention_backend", None)
         if chunked is not None:
             chunked(BACKEND)
@@ -114,7 +114,7 @@ def _register() -> None:
 
 
 def _dispatch_prefixes() -> None:
-    """Have prefills dispatched as for the base class. SGLang treats names that it does not know as Triton's."""
+    """Have prefills dispatched as for the base class. SGLang treats unknown names as Triton's."""
     try:
         registry = attribute(_DISPATCH, "AttentionBackendRegistry")
         registry.register(BACKEND, registry.get_handler(STOCK))

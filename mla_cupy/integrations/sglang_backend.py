@@ -51,10 +51,10 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
     ----------
     model_runner : ModelRunner
     skip_prefill, kv_indptr_buf, kv_last_page_len_buf
-        Of the base class.
+        Arguments of the base class.
     takes_parts : bool
-        SGLang gives queries and keys in two arrays, the latent part and the RoPE part. Queries are then decoded from
-        both where there is a kernel for that.
+        SGLang passes queries and keys in two arrays, the latent part and the RoPE part. Queries are then decoded from
+        both if a kernel supports that.
 
     Raises
     ------
@@ -63,7 +63,7 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
     """
 
     supports_ragged_verify_graph = False
-    """The base class's verification takes any number of draft tokens of each request, ours one number for all."""
+    """The base class verifies any number of draft tokens per request, ours one number for all."""
 
     def __init__(
         self,
@@ -111,12 +111,12 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
             raise NotImplementedError(
                 "mla_cupy attends to all tokens, and this model selects some: leave --attention-backend out"
             )
-        # The locations of tokens are those of all ranks then, and the pool's are those of one.
+        # Locations then count over all ranks, but the pool is one rank's.
         if getattr(self, "dcp_world_size", 1) > 1:
             raise NotImplementedError("mla_cupy reads no cache that is spread over ranks: leave --dcp-size at 1")
         translator = getattr(self, "kv_index_translator", None)
         if getattr(translator, "reads_are_translated", False):
-            raise NotImplementedError("mla_cupy reads no unified pool, whose tokens lie where a translator says")
+            raise NotImplementedError("mla_cupy supports no unified pool: a translator locates its tokens")
 
     def init_cuda_graph_state(
         self, max_bs: int, max_num_tokens: int, block_kv_indices: torch.Tensor | None = None
@@ -221,7 +221,7 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
         return int(self.num_draft_tokens) if forward_batch.forward_mode.is_target_verify() else 1
 
     def _lengths(self, forward_batch: Any) -> torch.Tensor:
-        """(b,) int32: tokens in the cache. Those of drafts are not counted in the batch yet."""
+        """(b,) int32: tokens in the cache. The batch does not count draft tokens yet."""
         drafts = self.num_draft_tokens if forward_batch.forward_mode.is_target_verify() else 0
         return (forward_batch.seq_lens + drafts).to(torch.int32)
 
@@ -259,7 +259,7 @@ def _speculation(model_runner: Any) -> Any:
 
 
 def _write_location(forward_batch: Any) -> Any:
-    """Places of new tokens: in newer versions the pool wants to be told that they are its own."""
+    """Locations of new tokens: newer versions require a flag that they are the pool's own."""
     kind: Any = getattr(memory_pool, "KVWriteLoc", None)
     if hasattr(kind, "for_batch"):
         return kind.for_batch(forward_batch)

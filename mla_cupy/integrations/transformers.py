@@ -1,4 +1,4 @@
-"""`mla-cupy transformers check`: what will be served of a model, before its weights are loaded."""
+"""`mla-cupy transformers check`: which parts of a model will be served, before its weights are loaded."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def config_of(model: str) -> Any:
 
 
 def check(config: Any) -> list[Answer]:
-    """Say what `patch` serves of a model with this configuration.
+    """Report the parts of a model with this configuration that `patch` serves.
 
     Parameters
     ----------

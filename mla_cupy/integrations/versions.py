@@ -1,4 +1,4 @@
-"""The versions of the engines that the plugins have been held against; the newest are those of the day in `DATE`."""
+"""The engine versions that the plugins were checked against; the newest are as of `DATE`."""
 
 from __future__ import annotations
 

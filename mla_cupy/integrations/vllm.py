@@ -1,12 +1,12 @@
-"""The plugin of vLLM: dense MLA as `--attention-backend CUSTOM`, and sparse MLA in the place of FLASHMLA_SPARSE.
+"""The plugin of vLLM: dense MLA as `--attention-backend CUSTOM`, and sparse MLA instead of FLASHMLA_SPARSE.
 
 vLLM loads it through the entry point `vllm.general_plugins`. It has one name for backends from outside, CUSTOM, which
 the dense backend has. With `MLA_CUPY_VLLM=sparse` models with sparse attention (DSA) that vLLM would serve by its
 backend FLASHMLA_SPARSE are served by ours, under that name. With `MLA_CUPY_ENGINE_INDEXER=mla_cupy` our indexer selects
 for such models, whichever backend attends, where vLLM's models call an operator that others may replace.
 
-The interfaces move with most releases: if calls of the engine's own methods would not fit those that override them,
-the plugin logs what differs and declines.
+The interfaces change with most releases: if calls of the engine's own methods would not fit their overrides, the plugin
+logs the differences and declines.
 """
 
 from __future__ import annotations

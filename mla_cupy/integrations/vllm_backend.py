@@ -1,9 +1,9 @@
 """An MLA backend of vLLM: its own cache, our decode and prefill. Imported by vLLM when it is chosen.
 
-Queries of one length per step, short ones on long prefixes included; caches of bfloat16, float16, or e4m3 with one
-scale per layer; pages of any multiple of 16 tokens, 64 unless the user says otherwise; full CUDA graphs: the schedule
-is made on the device, in a workspace that all layers and all replays share. Where vLLM wants batch invariance, the
-plans are of that kind.
+Supports queries of one length per step, short ones on long prefixes included; caches of bfloat16, float16, or e4m3 with
+one scale per layer; pages of any multiple of 16 tokens, 64 unless the user says otherwise; full CUDA graphs: the
+schedule is made on the device, in a workspace that all layers and all replays share. If vLLM requests batch invariance,
+the plans are batch-invariant.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BYTES = (torch.uint8, torch.float8_e4m3fn)
 """Dtypes that an FP8 cache has in vLLM: the one of its memory, and the one that layers see."""
 _SWITCH = "VLLM_BATCH_INVARIANT"
 _PAGE_SIZE = 64
-"""Tokens that vLLM is asked for: with its default of 16 a tile of 64 keys takes four copies."""
+"""Requested tokens per page: with vLLM's default of 16 a tile of 64 keys takes four copies."""
 _LONGEST_QUERY = 128
 """Up to here queries on a cached prefix are decoded, as in vLLM's FlashMLA backend: prefill projects the prefix up."""
 
@@ -62,12 +62,12 @@ class MlaCupyBackend(MLACommonBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Pages that the kernels take; newer versions of vLLM say what the cache is."""
+        """Page sizes that the kernels support; newer versions of vLLM pass the kind of cache."""
         return [MultipleOf(16)]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Pages where the user says nothing."""
+        """Default page size."""
         return _PAGE_SIZE
 
     @classmethod
@@ -79,7 +79,7 @@ class MlaCupyBackend(MLACommonBackend):  # type: ignore[misc]
     def supports_combination(
         cls, head_size: int, dtype: Any, kv_cache_dtype: str | None, *_: Any, **__: Any
     ) -> str | None:
-        """Say what cannot be decoded together, None if all can."""
+        """Explain which options cannot be combined; None if all can."""
         if str(kv_cache_dtype).startswith("fp8") and head_size != D_QK:
             return f"mla_cupy decodes FP8 rows of {D_QK} elements, not {head_size}"
         return None
@@ -101,7 +101,7 @@ def _wants_batch_invariance() -> bool:
 
 @dataclass
 class MlaCupyDecodeMetadata(MLACommonDecodeMetadata):  # type: ignore[misc]
-    """The decode part of a step: with the plan, and the query heads that it is for, in one array or two."""
+    """The decode part of a step: with the plan, its query heads, and whether queries are in one array or two."""
 
     plan: TorchDecodePlan | None
     plan_heads: int
@@ -124,7 +124,7 @@ class MlaCupyDecodeMetadata(MLACommonDecodeMetadata):  # type: ignore[misc]
 def _in_parts(head_size: int, record: str | None, ranks: int) -> bool:
     """True if queries are decoded from the two arrays that vLLM has them in.
 
-    Kernels that read records want one array, and so has vLLM where ranks share the cache and gather their queries.
+    Kernels for FP8 tokens need one array, and so does vLLM where ranks share the cache and gather their queries.
     """
     return head_size == D_QK and record is None and ranks == 1
 
@@ -151,7 +151,7 @@ def _sizes(
 
 
 def _planned_lengths(config: Any) -> tuple[int, ...]:
-    """Query tokens per sequence of the steps that come again and again: one, and those of drafts."""
+    """Query tokens per sequence of recurring steps: one, and one plus drafts."""
     drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
     return tuple({1: None, 1 + drafts: None})
 
@@ -169,7 +169,7 @@ class MlaCupyMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         if not _wants_batch_invariance():  # which has a plan for every step, and each takes memory
             self.reorder_batch_threshold = _LONGEST_QUERY  # the base class lowers it again where ranks share the cache
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, MLACommonMetadata)
-        # Where ranks share the cache the queries of all of them are gathered.
+        # Ranks that share the cache gather the queries of all ranks.
         self._heads = self.num_heads * self.dcp_world_size
         self._max_b = vllm_config.scheduler_config.max_num_seqs
         self._planned = set(_planned_lengths(vllm_config))
@@ -192,9 +192,9 @@ class MlaCupyMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
             del self.query_len_support
 
     def _has_one_length(self, step: Any) -> bool:
-        """True if numbers say so: no query is longer than one token, or all are as long as the longest.
+        """True if numbers show it: no query is longer than one token, or all are as long as the longest.
 
-        With prefill shared by ranks vLLM asks more than lengths, and compares.
+        With prefill shared by ranks vLLM checks more than lengths, and compares.
         """
         longest = step.max_query_len
         one = longest <= 1 or step.num_actual_tokens == step.num_reqs * longest
@@ -259,7 +259,7 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
         self._set_plans_aside()
 
     def _set_plans_aside(self) -> None:
-        """Load kernels and take memory while the model is loaded: vLLM sizes the cache by what is left after that."""
+        """Load kernels and allocate memory while the model is loaded: vLLM sizes the cache by the remaining memory."""
         config = get_current_vllm_config()
         cache = config.cache_config
         page_size = cache.block_size if cache.user_specified_block_size else _PAGE_SIZE

@@ -1,8 +1,8 @@
-"""The indexer of sparse attention (DSA) for vLLM: our scores and our exact selection in the place of its operator.
+"""The indexer of sparse attention (DSA) for vLLM: our scores and our exact selection instead of its operator.
 
-Keys, their quantization and their cache are vLLM's. Of equal scores the lower index is selected, whatever the batch, so
-that equal scores give the same selection from run to run. vLLM's own operator does what ours does not: FP4 caches,
-context parallelism, and steps whose requests have different numbers of draft tokens.
+Keys, their quantization and their cache are vLLM's. Among equal scores the lower index is selected, whatever the batch,
+so that equal scores give the same selection from run to run. vLLM's own operator handles the cases that ours does not:
+FP4 caches, context parallelism, and steps with varying numbers of draft tokens per request.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ TAKEN = (
     *("scale_fmt", "topk_tokens", "head_dim", "max_model_len", "total_seq_lens", "topk_indices_buffer"),
     *("skip_k_cache_insert", "use_pcp"),
 )
-"""Parameters that vLLM's operator takes first: it runs where ours cannot."""
+"""Leading parameters of vLLM's operator, which runs where ours cannot."""
 CHUNK = (
     *("block_table", "cu_seqlen_ks", "cu_seqlen_ke", "cu_seq_lens", "total_seq_lens", "token_start", "token_end"),
     "skip_kv_gather",
 )
 DECODE = ("block_table", "seq_lens", "decode_lens", "requires_padding")
-"""Fields that are read of what describes a step: of a chunk of prompts, and of decode."""
+"""Fields that are read from a step's metadata: of a chunk of prompts, and of decode."""
 
 
 class MlaCupyIndexer(SparseAttnIndexer):  # type: ignore[misc]
@@ -91,7 +91,7 @@ def select(
     step = steps[stock._resolve_layer_name(name)] if isinstance(steps, dict) else None
     if step is None or (step.num_decodes and step.decode.requires_padding):
         sizes = (block, scale_format, count, head_dim, max_model_len, max_tokens)
-        # None: vLLM measures how much memory a step takes. Our scores take no more than its own.
+        # None: vLLM measures a step's memory here. Our scores need no more than its own.
         return stock.sparse_attn_indexer(
             hidden_states, name, cache, q, None, k, weights, *sizes, selected, skip_insert, False
         )

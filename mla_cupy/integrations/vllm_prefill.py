@@ -1,8 +1,8 @@
 """Prefill of vLLM's MLA layers by `mla_prefill`: keys are not joined, and states are merged in the epilogue.
 
-vLLM's own way joins both parts of the keys for every head, attends to cached prefixes chunk by chunk, and merges the
-chunks' results, and those with the new tokens', by kernels of their own. Here each call reads both parts where they
-are, and merges with what has been attended to before. Gathering cached rows and projecting them up is vLLM's.
+vLLM itself joins both parts of the keys for every head, attends to cached prefixes chunk by chunk, and merges the
+chunks' results and the new tokens' results in separate kernels. Here each call reads both parts in place, and merges
+with the earlier result. Gathering cached rows and projecting them up is vLLM's.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from mla_cupy.shapes import D_QK, D_V
 from mla_cupy.torch import mla_prefill
 
 WIDTHS = ((192, 128), (256, 256), (128, 128))
-"""Widths of keys and values that `mla_prefill` takes."""
+"""Widths of keys and values that `mla_prefill` supports."""
 _D_ROPE = D_QK - D_V
 
 _FORMS = {
     "chunks": ("workspace", "chunks"),
     "lists": ("workspace", "cu_seq_lens", "starts", "token_to_seq", "chunk_total_token"),
 }
-"""Forms of what vLLM says of cached prefixes: one object for each chunk, or lists that have an item for each."""
+"""Forms of vLLM's metadata of cached prefixes: one object per chunk, or lists with an item per chunk."""
 
 
 class Chunk(NamedTuple):
@@ -37,7 +37,7 @@ class Chunk(NamedTuple):
     Attributes
     ----------
     tokens, requests : slice
-        Those of the step's prefills that attend to it.
+        Parts of the step's prefills that attend to it.
     queries, keys : tensor, (b + 1,), int32
         Where their tokens, and their rows of the prefixes, begin.
     starts : tensor, (b,), int32
@@ -81,7 +81,7 @@ def serves_layer(layer: Any) -> bool:
 
 
 def serves_step(layer: Any, step: Any, output: torch.Tensor, output_scale: torch.Tensor | None) -> bool:
-    """Say whether a step's prefills are ours: not where results or queries are FP8, or prefixes lie on many ranks.
+    """True if a step's prefills are ours: not if results or queries are FP8, or prefixes are spread over ranks.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
-"""Sparse MLA (DSA) for vLLM: its FlashMLA backend, with our attention in place of FlashMLA's kernels.
+"""Sparse MLA (DSA) for vLLM: its FlashMLA backend, with our attention instead of FlashMLA's kernels.
 
-The indexer, the cache, the metadata and the translation of indices are vLLM's. What changes: heads are not padded to
-a multiple of 64. It has the name of what it replaces: vLLM decides by that name how the cache is kept and which
-kernels warm up.
+The indexer, the cache, the metadata and the translation of indices are vLLM's. The difference: heads are not padded to
+a multiple of 64. It keeps the name of the backend that it replaces: vLLM decides by that name how the cache is stored
+and which kernels warm up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WITH_LSE = "tuple" in _GIVES.lower()
 
 
 def difference() -> str:
-    """Say what a probe of parameters cannot see: a kernel that returns something else; "" if it does not."""
+    """Explain a difference that a probe of parameters cannot see, a kernel with other results; "" if there is none."""
     if WITH_LSE or "Tensor" in _GIVES:
         return ""
     return f"FlashMLASparseImpl._bf16_flash_mla_kernel returns {_GIVES}, neither a tensor nor a tuple"

@@ -1,6 +1,6 @@
 """The operations as functions of JAX: under `jit`, `grad`, `vmap` and `shard_map`, inside XLA's CUDA graphs.
 
-The functions have the names, the arguments and the meaning of those of `mla_cupy`, with these differences:
+The functions have the names, arguments and meaning of `mla_cupy`'s functions, with these differences:
 
 - There is no `plan`, `workspace` or `stream`: XLA owns the memory and the order of the work.
 - Arrays for results are not written to: a result takes the array's memory over, as `jax.jit` does with donated
@@ -90,7 +90,7 @@ __all__ = [
     "sparse_mla_decode",
     "sparse_mla_forward",
 ]
-# ---- End of what is written
+# ---- End of the generated part
 
 import mla_cupy.jax.pytrees  # noqa: F401
 

@@ -34,7 +34,7 @@ class Metadata(Structure):
 
 
 class MetadataExtension(Structure):
-    """XLA_FFI_Metadata_Extension: how XLA asks a handler what it is."""
+    """XLA_FFI_Metadata_Extension: XLA's query of a handler's metadata."""
 
     _fields_ = (
         *(("struct_size", c_size_t), ("type", c_int), ("next", c_void_p)),
@@ -76,7 +76,7 @@ class Attributes(Structure):
 
 
 class Api(Structure):
-    """XLA_FFI_Api: the functions of XLA. `DeviceOrdinal_Get` is there from version 0.2 on: compare `struct_size`."""
+    """XLA_FFI_Api: the functions of XLA. `DeviceOrdinal_Get` exists from version 0.2 on: compare `struct_size`."""
 
     _fields_ = (
         *(("struct_size", c_size_t), ("extension", c_void_p), ("version", Version), ("internal", c_void_p)),
@@ -119,4 +119,4 @@ class DeviceOrdinalGetArgs(Structure):
 
 
 Function = ctypes.CFUNCTYPE(c_void_p, c_void_p)
-"""The type of every function here, XLA's and ours: it takes a structure and returns an error, or NULL."""
+"""The type of every function here, XLA's and ours: the argument is a structure, the result an error or NULL."""

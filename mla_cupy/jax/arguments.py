@@ -1,4 +1,4 @@
-"""Checks of the arrays that callers pass: JAX's, or NumPy's, as functions of JAX take them."""
+"""Checks of the callers' arrays: JAX's, or NumPy's, which JAX's functions accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Derivatives that do not exist: differentiating says so, and what has a gradient."""
+"""Derivatives that do not exist: differentiation raises an error that names the functions with a gradient."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def values(primals: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def as_array(cotangent: Any) -> Any:
-    """A cotangent as an array: zeros for one that is not there."""
+    """A cotangent as an array: zeros for an absent one."""
     if isinstance(cotangent, SymbolicZero):
         return jax.numpy.zeros(cotangent.shape, cotangent.dtype)
     return cotangent

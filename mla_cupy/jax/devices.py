@@ -38,7 +38,7 @@ def launcher(signature: Signature, ordinals: tuple[int, ...]) -> Launcher:
 def locate(buffers: Sequence[Any]) -> tuple[int, list[int]]:
     """The ordinal of the device that buffers are on, and their addresses; at least one buffer.
 
-    Through DLPack: `__cuda_array_interface__` has no bfloat16. The capsule is only read, and gives its memory back
+    Uses DLPack, since `__cuda_array_interface__` has no bfloat16. The capsule is only read, and releases its memory
     itself.
     """
     addresses = []

@@ -29,23 +29,23 @@ _OWN = (
     Field(
         ("segment_ids_q",),
         "array, (s_q,), integers, optional",
-        "In place of `packed`: queries attend to the keys whose id is theirs. Tokens of one "
-        "id lie together, and both sides have theirs in one order, or else results are undefined; 0 and below is "
-        "padding, whose results are 0. The device looks at the ids, the host does not.",
+        "In place of `packed`: queries attend to the keys with the same id. Tokens of one "
+        "id are contiguous, and both sides use the same order of ids, or results are undefined; 0 and below is "
+        "padding with results of 0. The device reads the ids, the host does not.",
     ),
     Field(
         ("segment_ids_kv",),
         "array, (s_kv,), integers, optional",
-        "Those of the keys. Default: those of the queries.",
+        "Ids of the keys. Default: the queries' ids.",
     ),
     Field(
         ("max_segments",),
         "int, optional",
-        "The most ids, without padding, that either side has; tokens of further ones count as padding. To be given "
-        "with ids: workspaces grow with it as with the number of sequences, of which there are three for each.",
+        "Largest number of ids, without padding, on either side; tokens of further ids count as padding. Required "
+        "with ids: each adds three sequences, and workspaces grow with the number of sequences.",
     ),
-    Field(("deterministic",), "bool", "Whether the gradients are the same in every run: see `mla_cupy.{backward}`."),
-    Field(("exportable",), "bool", "Whether `jax.export` can serialise the call: see `disabled_checks`."),
+    Field(("deterministic",), "bool", "Make the gradients the same in every run: see `mla_cupy.{backward}`."),
+    Field(("exportable",), "bool", "Allow `jax.export` to serialise the call: see `disabled_checks`."),
 )
 
 _RETURNED = "Donate the given array to `jax.jit`, and XLA changes it in place; otherwise it is copied first."
@@ -53,7 +53,7 @@ _RETURNED = "Donate the given array to `jax.jit`, and XLA changes it in place; o
 _TEXTS: dict[str, Text] = {
     **OBJECTIVES,
     "cache_append": Text(
-        "Return a paged cache with more tokens: quantise, apply RoPE if asked to, scatter by slot.",
+        "Return a paged cache with more tokens: quantise, apply RoPE if requested, scatter by slot.",
         _RETURNED,
         examples="""\
 >>> import functools, jax, jax.numpy as jnp

@@ -70,7 +70,7 @@ class ExportedCall:
         Raises
         ------
         ShapeError, DTypeError
-            If the arrays are not those of the module.
+            If the arrays do not match the module.
         ArgumentError
             If an option is none of the module's.
         """
@@ -84,7 +84,7 @@ class ExportedCall:
         return part(*operands) if divided is None else tuple(divided)
 
     def _parts(self, operands: Sequence[jax.Array]) -> Parts | None:
-        """Axes along which devices may divide the call; None if the operands are not those of the module."""
+        """Axes along which devices may divide the call; None if the operands do not match the module."""
         told = self._manifest.data
         axes = {array["name"]: array["axes"] for array in told["arrays"]}
         given = [(axes[name], x.shape) for name, x in zip(xla.operands(told), operands, strict=True)]
@@ -143,7 +143,7 @@ class ExportedCall:
         return tuple(found)
 
     def _attributes(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """All options with their defaults, so that a program says what it was made for."""
+        """All options with their defaults, so that a program records its configuration."""
         known = {each["name"]: each for each in xla.options(self._manifest.data)}
         for name, value in options.items():
             if name not in known:
@@ -160,7 +160,7 @@ class ExportedCall:
     def _workspace(
         self, sizes: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]], attributes: Mapping[str, Any]
     ) -> int:
-        """The most bytes that a target needs; the rules of each are looked at for arrays that lie somewhere."""
+        """The most bytes that a target needs; each target's rules are evaluated for arbitrary addresses."""
         values: dict[str, Any] = {**sizes, "workspace": 1 << 62, "workspace_bytes": 1 << 61}
         values |= {name: value.item() for name, value in attributes.items()}
         values |= {f"device.{name}": value for name, value in self._device.items()}

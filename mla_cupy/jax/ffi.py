@@ -25,7 +25,7 @@ from mla_cupy.ops.bind import Shaped, Signature
 __all__ = ["disabled_checks"]
 
 TARGET = "mla_cupy.call.v1"
-"""The name of the handlers; it changes whenever what the attribute says does."""
+"""The name of the handlers; it changes whenever the meaning of the attribute does."""
 _PLATFORMS = ("cpu", "CUDA")
 _STAGES = ("instantiate", "prepare", "initialize", "execute")
 """Older versions of jaxlib crash where one is missing."""
@@ -35,7 +35,7 @@ _keep: list[Any] = []
 
 
 def disabled_checks() -> list[Any]:
-    """List the checks for `jax.export.export(..., disabled_checks=...)`, which refuses custom calls it does not know.
+    """List the checks for `jax.export.export(..., disabled_checks=...)`, which rejects unknown custom calls.
 
     The process that runs the exported program must have called `mla_cupy.jax.ffi.register`, and its GPU must need no
     more workspace than the one that the program was traced for.
@@ -83,7 +83,7 @@ def _handle(on_gpu: bool, address: int) -> int | None:
 
 
 def _introduce(frame: abi.CallFrame) -> None:
-    """Answer what XLA asks when the handler is registered."""
+    """Answer XLA's query at the registration of the handler."""
     major, minor = _version(frame)
     if major != 0:
         raise UnsupportedDeviceError(f"XLA's foreign function interface {major}.{minor} is not known")
@@ -93,7 +93,7 @@ def _introduce(frame: abi.CallFrame) -> None:
 
 
 def _version(frame: abi.CallFrame) -> tuple[int, int]:
-    """The version of the interface; the oldest ones do not say it when they ask."""
+    """The version of the interface; the oldest ones do not report it."""
     if not frame.api:
         return 0, 1
     version = frame.api.contents.version

@@ -1,4 +1,6 @@
-"""Losses as differentiable scalars: their gradients are there already, and are multiplied by the cotangent."""
+"""Losses as differentiable scalars: their gradients are already computed, and the backward multiplies them by the
+cotangent.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from mla_cupy.ops.operation import Operation
 
 _SCORED = ("index_q", "index_k", "weights")
 _STRAIGHT = ("values of index_q", "values of index_k")
-"""Names for what e4m3 codes stand for, which is not among the operation's arrays."""
+"""Names for the numbers that e4m3 codes represent, which are not among the operation's arrays."""
 
 
 class _Static(NamedTuple):
@@ -41,7 +43,7 @@ def objective(
 ) -> tuple[jax.Array, jax.Array]:
     """Run a loss for sum(row_weights * kl) and kl.
 
-    The sum is differentiable by index_q, index_k and weights, or by what takes their gradients.
+    The sum is differentiable by index_q, index_k and weights, or by their straight-through arrays.
 
     Parameters
     ----------
@@ -115,7 +117,7 @@ def _save(static: _Static, *primals: Any) -> tuple[tuple[Any, Any], Any]:
 
 
 def _pull_back(static: _Static, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
-    """Multiply the gradients by the cotangent; None for what counts as a constant."""
+    """Multiply the gradients by the cotangent; None for constants."""
     value, kl = cotangents
     refuse("an indexer's objective", {"kl": kl})
     factor = as_array(value)

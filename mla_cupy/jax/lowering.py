@@ -1,7 +1,7 @@
 """Custom calls of XLA, made of traced calls: a callback on device buffers, or the handler of `mla_cupy.jax.ffi`.
 
-Both get a workspace as one more result, which XLA owns, and enqueue on XLA's stream. The callback is what JAX offers
-for this; the handler serves `jax.export`, which cannot serialise callbacks, and JAX before 0.6.1, which has none.
+Both get a workspace as an additional result, which XLA owns, and enqueue on XLA's stream. JAX offers the callback for
+this purpose; the handler serves `jax.export`, which cannot serialise callbacks, and JAX before 0.6.1, which has none.
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ def _present(axes: Sequence[str], ndim: int) -> list[str]:
 
 
 def _by_platform(signature: Signature, by_handler: bool, *operands: Any) -> Sequence[Any]:
-    """Arrays that are there say where; of a traced call XLA lowers the branch of the platform that it compiles for."""
+    """Concrete arrays determine the device; for a traced call XLA lowers the branch of the platform that it compiles
+    for.
+    """
     through = _through_handler if by_handler else _through_callback
     ordinals = gpu_ordinals()
     place = _place_of(operands)

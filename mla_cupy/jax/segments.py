@@ -92,7 +92,7 @@ class Segments(NamedTuple):
 
 
 def with_starts(given: Mapping[str, Any], segments: Segments) -> dict[str, Any]:
-    """The arrays of a call, whose starts are found by the ids of its tokens if these are given.
+    """The arrays of a call, with starts computed from its tokens' ids if there are any.
 
     Raises
     ------
@@ -112,12 +112,14 @@ def _checked(given: Mapping[str, Any], segments: Segments) -> tuple[Any, Any, in
     ids, of_keys, most = segments
     if ids is None:
         name, value = ("segment_ids_kv", "an array") if of_keys is not None else ("max_segments", most)
-        raise ArgumentError(explain(name, value, "None without segment_ids_q", "give the ids of the queries, too"))
+        raise ArgumentError(explain(name, value, "None without segment_ids_q", "pass segment_ids_q as well"))
     for name in ("cu_seqlens_q", "cu_seqlens_kv"):
         if given[name] is not None:
-            raise ArgumentError(explain(name, "an array, with segment_ids_q", "None", "give the starts or the ids"))
+            raise ArgumentError(
+                explain(name, "an array, with segment_ids_q", "None", "pass either the starts or the ids")
+            )
     if most is None:
-        remedy = "say how many segments of the queries, or of the keys, there are at most"
+        remedy = "pass the largest number of segments of queries or keys"
         raise ArgumentError(explain("max_segments", None, "an integer with segment_ids_q", remedy))
     count = check_count("max_segments", most, 1, MAX_SEGMENTS)
     queries = _of_tokens("segment_ids_q", ids, given["q"], "q")
@@ -131,13 +133,13 @@ def _of_tokens(name: str, x: Any, tokens: Any, of: str) -> Any:
     """Ids, one for each token of an array."""
     ids = _integers(name, x)
     if ids.shape != tokens.shape[:1]:
-        remedy = "rows of ids are for segment_starts" if ids.ndim == 2 else ""
+        remedy = "pass rows of ids to segment_starts" if ids.ndim == 2 else ""
         raise ShapeError(explain(f"{name}.shape", ids.shape, f"{tokens.shape[:1]}, as {of} has tokens", remedy))
     return jax.lax.stop_gradient(ids)
 
 
 def packed_starts(ids_q: Any, ids_kv: Any, count: int) -> tuple[jax.Array, jax.Array]:
-    """Starts of queries and keys by the ids of segments: those of `prefill_segments`, as XLA may fuse them.
+    """Starts of queries and keys from segment ids: the result of `prefill_segments`, in operations that XLA may fuse.
 
     Parameters
     ----------
@@ -167,7 +169,7 @@ def _before(ends: Any) -> Any:
 
 
 def _segments(ids: Any, count: int) -> tuple[Any, Any, Any]:
-    """Starts, ends and ids of the first segments; what is left of `count` is empty, behind the last one, of id 0."""
+    """Starts, ends and ids of the first segments; the rest of `count` is empty, after the last one, with id 0."""
     there = ids > 0
     begins = there & (ids != jnp.pad(ids, (1, 0))[:-1])
     ended = there & (ids != jnp.pad(ids, (0, 1))[1:])

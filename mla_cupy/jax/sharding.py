@@ -1,11 +1,11 @@
-"""Calls that devices divide among themselves: under `jit` with sharded arrays, JAX and XLA ask here who takes what.
+"""Calls that devices divide among themselves: under `jit` with sharded arrays, JAX and XLA query the division here.
 
-Along some axes, such as those of sequences and heads, a call consists of independent ones. A device whose arrays are
-sharded along them makes the call for its own part; what has no such axis, such as a cache, is whole on every device.
-Without this XLA would gather all arrays of a custom call, which it cannot look into.
+Along some axes, such as sequences and heads, a call consists of independent calls. A device with arrays sharded along
+them runs the call for its own part; arrays without such an axis, such as a cache, are whole on every device. Otherwise
+XLA would gather all arrays of a custom call, which is opaque to it.
 
-Where a mesh's axes are explicit, JAX knows the shardings while it traces, and `shard_map` divides the call. Where they
-are automatic, Shardy decides in the end, by a rule, and asks for the part of a device: that cannot be serialised.
+If a mesh's axes are explicit, JAX knows the shardings while it traces, and `shard_map` divides the call. If they are
+automatic, Shardy decides in the end, by a rule, and asks for the part of a device: that cannot be serialised.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Parts:
         return math.gcd(*(size for axis, size in self._axes() if axis == name))
 
     def taken(self, specs: Sequence[Sequence[Any]], mesh: Mapping[str, int]) -> dict[str, Names]:
-        """The mesh's axes that divide each axis of the call, as the first array says that is sharded along it.
+        """The mesh's axes that divide each axis of the call, taken from the first array that is sharded along it.
 
         Parameters
         ----------
@@ -70,7 +70,7 @@ class Parts:
         return found
 
     def specs(self, taken: Mapping[str, Names]) -> tuple[tuple[P, ...], tuple[P, ...]]:
-        """Specs of the operands then, and those of the results."""
+        """Specs of the operands, and of the results."""
         found = tuple(P(*(taken.get(name) for name in names)) for names in self.names)
         return found[: -self.results], found[-self.results :]
 
@@ -88,11 +88,11 @@ class Parts:
         return run
 
     def rule(self, mesh: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
-        """The division in Shardy's notation, with its keywords; what has no name is whole.
+        """The division in Shardy's notation, with its keywords; axes without a name stay whole.
 
-        Of two axes in proportion the longer one is that of parts and of what is whole in a part. Not so where an axis
-        of the mesh has more devices than there are parts: Shardy would take some of them, for which JAX has no name.
-        Then the shorter axis is on its own, and what `taken` says has the last word.
+        Of two axes in proportion the longer one gets a factor for the parts and one that stays whole within a part. The
+        exception is an axis of the mesh with more devices than parts: Shardy would use some of them, for which JAX has
+        no name. The shorter axis then stands alone, and `taken` decides.
         """
         most = {name: self.most(name) for name, _ in self._axes() if name}
         lead = {name: max(size for axis, size in self._axes() if axis == name) for name in most}
@@ -186,7 +186,7 @@ def can_ask() -> bool:
 
 
 def are_spread(operands: Sequence[Any]) -> bool:
-    """Tell whether arrays, which are there, lie on more than one device."""
+    """True if concrete arrays are on more than one device."""
     return any(len(x.devices()) > 1 for x in operands if isinstance(x, jax.Array))
 
 

@@ -1,7 +1,7 @@
 """Axes of a mesh that arrays vary over inside `jax.shard_map`.
 
-JAX takes an array that does not vary for the same on all devices, and sums its gradients over them. It cannot see what
-a custom call reads: the results vary over all axes that any operand varies over.
+JAX assumes that an array that does not vary is equal on all devices, and sums its gradients over them. It cannot see
+what a custom call reads: the results vary over all axes that any operand varies over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The kernels as the host sees them: one folder per family of operations, one file per kernel.
 
-What several families share is in `attention`, which sees sparse attention as decode over pages of one token, and in
-`exact_sums`.
+Code that several families share is in `attention`, which treats sparse attention as decode over pages of one token, and
+in `exact_sums`.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ FAMILIES = (
     sparse_decode,
     sparse_forward,
 )
-# ---- End of what is written
+# ---- End of the generated part
 
 #: Every kernel of the package, by name.
 KERNELS: dict[str, KernelSpec[Any]] = {kernel.name: kernel for family in FAMILIES for kernel in family.KERNELS}

@@ -22,7 +22,7 @@ KernelT = TypeVar("KernelT", bound=KernelSpec)  # type: ignore[type-arg]
 
 
 def check_kernel(kernels: Sequence[KernelSpec[ProblemT]], name: object) -> None:
-    """Raise ArgumentError unless `name` is that of one of the kernels, or None."""
+    """Raise ArgumentError unless `name` is one of the kernels' names, or None."""
     names = [kernel.name for kernel in kernels]
     if name is not None and not (isinstance(name, str) and name in names):
         remedy = nearest(str(name), names, "see `mla-cupy list`")
@@ -30,7 +30,7 @@ def check_kernel(kernels: Sequence[KernelSpec[ProblemT]], name: object) -> None:
 
 
 def check_somewhere(operation: str, name: object, configure: Callable[[DeviceInfo], object]) -> None:
-    """Check, where there is no GPU, that the kernel that the caller names, if any, takes the problem on some GPU.
+    """Check, without a GPU, that the kernel that the caller names, if any, supports the problem on some GPU.
 
     Raises
     ------
@@ -53,7 +53,7 @@ def check_somewhere(operation: str, name: object, configure: Callable[[DeviceInf
 
 
 def of_math(kernels: Sequence[KernelT], math: str, name: str | None) -> tuple[KernelT, ...]:
-    """The attention kernels whose products have this arithmetic; `name`, if given, must be of one of them."""
+    """The attention kernels with this arithmetic; `name`, unless None, must be one of them."""
     check_kernel(kernels, name)
     found = tuple(kernel for kernel in kernels if math in _maths(kernel))
     names = [kernel.name for kernel in found]
@@ -64,17 +64,17 @@ def of_math(kernels: Sequence[KernelT], math: str, name: str | None) -> tuple[Ke
 
 
 def _maths(kernel: KernelT) -> tuple[str, ...]:
-    """The arithmetic of its builds; a kernel of 16-bit elements need not say so."""
+    """The arithmetic of the kernel's builds; the default is a kernel for 16-bit elements."""
     return getattr(kernel, "math", "exact"), *getattr(kernel, "other_math", ())
 
 
 def choose(
     operation: str, kernels: Sequence[KernelT], problem: object, device: DeviceInfo, name: str | None = None
 ) -> KernelT:
-    """The first of `kernels`, the fastest first, that takes the problem; or the one called `name`, if it does.
+    """The first of `kernels`, the fastest first, that supports the problem; or the one called `name`, if it does.
 
-    A GPU that could do better is told once that it runs on a fallback, and what the fast kernel wants; or that a kernel
-    waits for the self-test.
+    The user of a GPU that could do better is warned once that it runs on a fallback, with the fast kernel's
+    requirements; or that a kernel waits for the self-test.
     """
     check_kernel(kernels, name)
     reasons: dict[str, Reason] = {}

@@ -54,11 +54,11 @@ GPUS = (
     Gpu(_info("RTX 5090", (12, 0), 170, 96, 32), 1.79, 210, 419),
     Gpu(_info("T4", (7, 5), 40, 4, 16), 0.32, 65),
 )
-"""The first of a target stands for it."""
+"""The first GPU of a target represents it."""
 
 
 def gpu_of(arch: str) -> Gpu:
-    """The GPU that stands for a target; one without rates for targets that are not in the table."""
+    """The GPU that represents a target; one without rates for targets that are not in the table."""
     known = {gpu.info.arch: gpu for gpu in reversed(GPUS)}
     samples = {info.arch: info for info in SAMPLES}
     return known.get(arch) or Gpu(samples[arch])

@@ -21,5 +21,5 @@ class LseOptions(NamedTuple):
 
     @property
     def convention(self) -> LseConvention:
-        """Member of parameter structs that says the same."""
+        """Equivalent member of parameter structs."""
         return LseConvention(factor=math.log(2) if self.lse_base == "e" else 1.0, empty=self.empty_lse)

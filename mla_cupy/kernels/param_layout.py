@@ -31,13 +31,13 @@ F32 = Annotated[float, "f4"]
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Params:
-    """Base of the classes for parameter structs: each field is a member, given by name.
+    """Base of the classes for parameter structs: each field is a member, passed by name.
 
-    A tuple is an array, or the strides of several axes, whose names are in that of the field: `q_stride_b_s_elems` has
-    the values of `q_stride_b_elems` and `q_stride_s_elems`. A base of the struct is a field, too. A member that the
-    struct initialises may be left out.
+    A tuple is an array, or the strides of several axes named together: `q_stride_b_s_elems` has the values of
+    `q_stride_b_elems` and `q_stride_s_elems`. A base of the struct is a field, too. A member that the struct
+    initialises may be left out.
 
-    Type checkers see a keyword-only dataclass. It is none, since making some thirty of them takes 25 ms at import.
+    Type checkers see a keyword-only dataclass. It is not one, since making some thirty of them takes 25 ms at import.
     """
 
     def __init__(self, **fields: Any) -> None:
@@ -144,7 +144,7 @@ def _member(name: str, hint: Any, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _names(field: str, count: int) -> list[str]:
-    """The names of the members that a tuple stands for."""
+    """The names of the members that a tuple represents."""
     array, separator, rest = field.partition("_stride_")
     *axes, unit = rest.split("_")
     return [f"{array}_stride_{axis}_{unit}" for axis in axes] if separator else [f"{field}{i}" for i in range(count)]

@@ -66,7 +66,7 @@ class LaunchArgs:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One launch. With `dependent` it may start before its predecessor has ended, where the GPU knows that."""
+    """One launch. With `dependent` it may start before its predecessor has ended, on GPUs that support that."""
 
     kernel: KernelSpec[Any]
     variant: Variant
@@ -90,12 +90,12 @@ Step = Launch | ZeroFill
 
 @dataclass(frozen=True)
 class Call:
-    """Arrays, options and stream of a call, beside its configuration.
+    """Arrays, options and stream of a call, in addition to its configuration.
 
     Attributes
     ----------
     views : mapping
-        The arrays by name, outputs included; None where one was not given. Addresses mean nothing.
+        The arrays by name, outputs included; None for absent arrays. Addresses are meaningless.
     options : named tuple
         The operation's own.
     planned : bool
@@ -107,13 +107,13 @@ class Call:
     planned: bool = False
 
     def view(self, name: str) -> View:
-        """The view of an array that was given."""
+        """The view of an array that is not None."""
         found = self.views[name]
         assert found is not None
         return found
 
     def name(self, name: str) -> str:
-        """`name`, or NULL for an array that is not given."""
+        """`name`, or NULL for an absent array."""
         return NULL if self.views.get(name) is None else name
 
     @overload
@@ -123,11 +123,11 @@ class Call:
     @overload
     def strides(self, name: str, axes: Literal[4]) -> tuple[int, int, int, int]: ...
     def strides(self, name: str, axes: int) -> Any:
-        """The strides of its first axes; zeros for those that it lacks, and for an array that is not given."""
+        """The strides of an array's first axes; zeros for missing axes, and for an absent array."""
         return tuple(self.stride(name, axis) for axis in range(axes))
 
     def stride(self, name: str, axis: int = 0) -> int:
-        """The stride of one axis; 0 where it lacks it, and for an array that is not given."""
+        """The stride of one axis; 0 for a missing axis, and for an absent array."""
         view = self.views.get(name)
         return 0 if view is None or axis >= len(view.strides) else view.strides[axis]
 
@@ -152,7 +152,7 @@ class Pipeline(ABC, Generic[ConfigT]):
         ArgumentError
             If there is no such kernel.
         UnsupportedDeviceError
-            If it does not fit, or none does: the message has each one's reason.
+            If the kernel does not fit, or none does: the message has the reason for each.
         """
 
     @abstractmethod
@@ -171,7 +171,7 @@ class Pipeline(ABC, Generic[ConfigT]):
 class Prepared:
     """The launches of a call, ready to be enqueued with any addresses.
 
-    It owns its parameter blocks: one thread at a time may use it. `driver` is what it was prepared for.
+    It owns its parameter blocks: one thread at a time may use it. `driver` is the driver that it was prepared for.
     """
 
     __slots__ = ("_addresses", "_base", "_blocks", "_launches", "_offsets", "_parts", "driver")
@@ -201,7 +201,7 @@ class Prepared:
         Parameters
         ----------
         addresses : list of int
-            0, then the arrays' in the order of the names; 0 for an array that is not given.
+            0, then the arrays' addresses in the order of the names; 0 for an absent array.
         workspace : int
             Address of the workspace.
         stream : int
@@ -254,7 +254,7 @@ class _Block:
 
 
 class _Map:
-    """A tensor map in a parameter block, and the address that it is for."""
+    """A tensor map in a parameter block, and its array's address."""
 
     __slots__ = ("_kept", "_spec", "_view", "base", "index")
 

@@ -1,4 +1,4 @@
-"""A kernel as the host describes it: source, variants, parameter struct, and the problems that it takes."""
+"""The host's description of a kernel: source, variants, parameter struct, and the problems that it supports."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Variant:
 
 
 def variants(**macros: Iterable[str | int]) -> tuple[Variant, ...]:
-    """Every combination of the macros' values; those of the last change fastest."""
+    """Every combination of the macros' values; the last macro changes fastest."""
     return tuple(Variant(**dict(zip(macros, values, strict=True))) for values in product(*macros.values()))
 
 
@@ -64,7 +64,7 @@ DTYPE_VARIANTS = variants(dtype=HALF)
 
 @dataclass(frozen=True)
 class Reason:
-    """Reason that a kernel cannot take a problem; `fixable` if the caller could pass arrays that it can take."""
+    """Reason why a kernel does not support a problem; `fixable` if the caller could pass arrays that it supports."""
 
     text: str
     fixable: bool = False
@@ -77,17 +77,17 @@ ProblemT = TypeVar("ProblemT")
 
 
 def takes_all(problem: Any, device: DeviceInfo) -> Reason | None:
-    """The `unsupported` of kernels that take every problem that their pipeline's main kernel takes."""
+    """`unsupported` of kernels that support every problem of their pipeline's main kernel."""
     return None
 
 
 def always(problem: Any, device: DeviceInfo) -> bool:
-    """The `preferred` of kernels that nothing but their place in the pipeline's list decides about."""
+    """Default `preferred`: the order of the pipeline's list decides."""
     return True
 
 
 def everywhere(variant: Variant, arch: str) -> bool:
-    """The `runs_on` and `is_default` of kernels all of whose builds are for all of their targets."""
+    """`runs_on` and `is_default` of kernels with all builds for all targets."""
     return True
 
 
@@ -106,35 +106,35 @@ class KernelSpec(Generic[ProblemT]):
     params : subclass of Params
         Its parameter struct.
     params_with : mapping
-        The parameter struct of builds with a macro, where that is another one: macro -> struct.
+        Macro -> parameter struct of the builds with this macro, if it differs.
     archs : tuple of str
         Targets such as "sm_90a"; empty for any.
     variants, core : tuple of Variant
-        All of its builds, and those of the defaults that are compiled on import.
+        All of its builds, and the default builds that are compiled on import.
     runs_on : callable
         `runs_on(variant, arch)`: whether GPUs of a target can run a build.
     is_default : callable
-        `is_default(variant, arch)`: whether they may run it where no kernel is named. Other builds are compiled at the
+        `is_default(variant, arch)`: whether they may run it without a kernel name. Other builds are compiled at the
         first call that needs them.
     facts : mapping
         Constants of the device code that the host relies on: name -> value. Tests compare them with the cubin.
     facts_of : callable
-        `facts_of(variant)`: those that differ from build to build, and are no macro of the variant.
+        `facts_of(variant)`: facts that differ from build to build, and are not macros of the variant.
     unsupported : callable
-        `unsupported(problem, device)`: why it cannot take the problem, or None.
+        `unsupported(problem, device)`: why it does not support the problem, or None.
     preferred : callable
-        `preferred(problem, device)`: whether it is chosen for a problem that it takes where no kernel is named.
+        `preferred(problem, device)`: whether it is chosen for a supported problem without a kernel name.
     on_request : bool
         Runs only where `kernel=` names it: not measured yet, or kept for comparison.
     unproven : bool
         Has never run on hardware: chosen by default only on GPUs where the self-test has admitted it.
     spill_bytes : int
-        What a build may spill, in bytes stored: of kernels that need all registers, where a few spilled words were
-        measured to cost nothing. 0 for all others.
+        Bytes that a build may spill: for kernels that need all registers, where a few spilled words were measured to
+        cost nothing. 0 for all others.
     fallback : bool
         Slow: a datacentre GPU that falls to it is told so once.
     base : str
-        If it is another build of a kernel's source: the name of that kernel, after which the function is called.
+        For another build of a kernel's source: the name of that kernel, which is also the function's.
     """
 
     name: str
@@ -158,7 +158,7 @@ class KernelSpec(Generic[ProblemT]):
     base: str = ""
 
     def objection(self, problem: ProblemT, device: DeviceInfo) -> Reason | None:
-        """Reason that it cannot take the problem, whatever says so; None if it can."""
+        """Reason against the problem from any of the kernel's rules; None if it is supported."""
         return self.unsupported(problem, device)
 
     def admitted(self, device: DeviceInfo) -> bool:

@@ -1,4 +1,4 @@
-"""The public operations: what they mean, what they check, how they run."""
+"""The public operations: their meaning, their checks, how they run."""
 
 import inspect
 
@@ -159,7 +159,7 @@ _DESCRIBED: tuple[Operation, ...] = (
     topk.OPERATION,
     warmup_loss.OPERATION,
 )
-# ---- End of what is written
+# ---- End of the generated part
 
 _COMPOSITES = tuple(one for one in _DESCRIBED if isinstance(one, Composite))
 _SINGLE = tuple(one for one in _DESCRIBED if one not in _COMPOSITES)

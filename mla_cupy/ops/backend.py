@@ -34,7 +34,7 @@ def use_gpu() -> bool:
 
 
 def _has_gpu() -> bool:
-    """True if CUDA shows a GPU. Only that is remembered: where it shows none, the next call asks again."""
+    """True if CUDA shows a GPU. Only True is remembered: otherwise the next call asks again."""
     global _seen_gpu
     _seen_gpu = _seen_gpu or device.gpu_count() > 0
     return _seen_gpu
@@ -46,7 +46,7 @@ def _say_no_gpu() -> None:
 
 
 def oracle(operation: str, options: Mapping[str, Any]) -> Callable[..., tuple[Any, ...]]:
-    """The function of that name that computes in float64, with those of the options that it knows.
+    """The function of that name that computes in float64, with the options that it accepts.
 
     A single result becomes a tuple, too.
     """
@@ -71,7 +71,7 @@ def rounded(results: Iterable[Any], names: Iterable[str]) -> list[Any]:
 
 
 def _rounded(x: Any, dtype: np.dtype[Any], name: str) -> Any:
-    if name == "uint8" and x.dtype.kind == "f":  # the bytes are e4m3 codes, of which there is one NaN on a GPU
+    if name == "uint8" and x.dtype.kind == "f":  # the bytes are e4m3 codes; a GPU writes a single NaN
         codes = dtypes.round_to(x, "float8_e4m3fn").astype(dtypes.numpy_dtype("float8_e4m3fn")).view(np.uint8)
         return np.where(np.isnan(x), np.uint8(0x7F), codes)
     return x.astype(dtype) if dtype.kind in "iu" else dtypes.round_to(x, name).astype(dtype)
@@ -102,7 +102,7 @@ def _handle(device: int, stream: Any) -> int:
 
 
 def deliver(results: Iterable[Any], given: Iterable[Any]) -> tuple[Any, ...]:
-    """Write results to the caller's arrays where there are any; returns what the caller gets."""
+    """Write results to the caller's arrays, if any; returns the caller's results."""
     delivered = []
     for result, target in zip(results, given, strict=True):
         if target is not None:

@@ -1,4 +1,4 @@
-"""Calls that are known before their arrays have memory: what the bindings to compiled programs are made of.
+"""Calls that are known before their arrays have memory: the base of bindings to compiled programs.
 
 A `Signature` is a call without addresses; it tells its results, and travels as text. A `Launcher` is such a call made
 ready on the process's GPUs: enqueueing it loads, allocates and waits for nothing, so that it can be captured.
@@ -42,7 +42,7 @@ def parameters(name: str) -> dict[str, inspect.Parameter]:
 
 
 def options_of(operation: Operation, given: Mapping[str, Any]) -> Any:
-    """The options of a call as the named tuple that `Operation.examine` takes; dtypes by their names.
+    """The options of a call as the named tuple for `Operation.examine`; dtypes by their names.
 
     Raises
     ------
@@ -56,14 +56,14 @@ def options_of(operation: Operation, given: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Signature:
-    """A call whose arrays are contiguous and have no addresses yet.
+    """A call with contiguous arrays that have no addresses yet.
 
     Attributes
     ----------
     operation : str
         Its name.
     arrays : tuple of ((int, ...), str) or None
-        Shape and dtype of each array of the record, inputs first; None for those that are not given.
+        Shape and dtype of each array of the operation, inputs first; None for absent arrays.
     options : named tuple
         From `options_of`.
     """
@@ -110,7 +110,7 @@ class Signature:
 
     @property
     def result_names(self) -> tuple[str, ...]:
-        """The arrays that it returns: outputs, then inputs that it changes, whose memory the results take over."""
+        """The arrays that it returns: outputs, then changed inputs; these results reuse the inputs' memory."""
         return self.record.written
 
     @property
@@ -123,7 +123,7 @@ class Signature:
 
     @property
     def targets(self) -> tuple[tuple[int, int], ...]:
-        """The arrays that results take over: index among the given arrays, index among the results that there are."""
+        """The arrays that results take over: index among the arrays of the call, index among its results."""
         given = [name for name, array in zip(self.record.names, self.arrays, strict=True) if array is not None]
         made = [name for name, result in zip(self.result_names, self.results, strict=True) if result is not None]
         return tuple((given.index(name), index) for index, name in enumerate(made) if name in given)
@@ -134,9 +134,9 @@ class Signature:
         Parameters
         ----------
         inputs : sequence of array
-            The given arrays. Of the outputs among them only the results are used.
+            The arrays of the call. Its outputs are ignored; `results` replaces them.
         results : sequence of array
-            Where the results go. An input that is changed may lie in the memory of its result, or elsewhere.
+            Memory for the results. A changed input may share the memory of its result.
         """
         names = self.record.names
         begin = len(self.record.inputs)
@@ -168,7 +168,7 @@ class Launcher:
     Attributes
     ----------
     nbytes : int
-        Size of the workspace: the largest of what the GPUs need.
+        Size of the workspace: the largest that any of the GPUs needs.
     """
 
     def __init__(self, signature: Signature, ordinals: Sequence[int]) -> None:
@@ -180,7 +180,7 @@ class Launcher:
             for ordinal in ordinals
         }
         self.nbytes = max(pipeline.workspace(config).nbytes for config in self._configs.values())
-        # Those that no thread is using. A list's pop and append are atomic.
+        # Unused by any thread. A list's pop and append are atomic.
         self._idle = {ordinal: [self._prepare(ordinal)] for ordinal in ordinals}
         given = [name for name, array in zip(operation.names, signature.arrays, strict=True) if array is not None]
         made = [name for name, x in zip(signature.result_names, signature.results, strict=True) if x is not None]
@@ -194,11 +194,11 @@ class Launcher:
         Parameters
         ----------
         ordinal : int
-            Of the GPU.
+            CUDA ordinal.
         addresses : sequence of int
-            Of the given arrays, of all results, and of the workspace unless `nbytes` is 0.
+            Addresses of the call's arrays, of all results, and of the workspace unless `nbytes` is 0.
         stream : int
-            Its raw handle.
+            Raw handle of the stream.
 
         Raises
         ------

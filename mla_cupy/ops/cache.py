@@ -37,34 +37,34 @@ def cache_append(
     interleaved: bool = True,
     stream: Any = None,
 ) -> None:
-    """Write tokens to a paged cache, in place: quantise, apply RoPE if asked to, scatter by slot.
+    """Write tokens to a paged cache, in place: quantise, apply RoPE if requested, scatter by slot.
 
     Parameters
     ----------
     latent : array, (n, d_latent), bfloat16, float16 or float32
-        d_latent is 512, or 448 for the records "v4", "v41" and "v41-fp4". The last axis is contiguous.
+        d_latent is 512, or 448 for the formats "v4", "v41" and "v41-fp4". The last axis is contiguous.
     rope : array, (n, 64), dtype of latent, or None
-        None for records without RoPE. The last axis is contiguous.
+        None for formats without RoPE. The last axis is contiguous.
     cache : array, (num_pages, page_size, width), uint8 or a 16-bit float type
-        Pages of a record: `mla-cupy formats` lists them. An axis of size 1 may stand on either side of the tokens, as
-        for `mla_decode`. Pages may be any distance apart; caches of bytes start at, and step by, multiples of 16 bytes.
-        It is changed in place.
+        Pages in one of the formats that `mla-cupy formats` lists. An axis of size 1 may stand on either side of the
+        tokens, as for `mla_decode`. Pages may be any distance apart; caches of bytes start at, and step by, multiples
+        of 16 bytes. It is changed in place.
     slots : array, (n,), int32 or int64
-        Token i goes to page slots[i] // page_size, place slots[i] % page_size. A slot outside of the cache, -1 being
-        the usual mark, is skipped. If several tokens have the same slot, which of them wins is undefined.
+        Token i goes to page slots[i] // page_size, place slots[i] % page_size. Slots outside the cache, usually -1, are
+        skipped. If several tokens have the same slot, any one of them is written.
     cos, sin : array, (max_position, 32), float32, optional
         Apply RoPE to `rope` first: a pair (x, y) becomes (x * cos - y * sin, x * sin + y * cos). The last axis is
         contiguous.
     positions : array, (n,), int32 or int64, optional
-        Rows of cos and sin; clamped to them. Given with these, or not at all.
+        Rows of cos and sin; clamped to the tables. Required with cos and sin, and not allowed without them.
     kv_format : str, optional
-        Name of the format, see `mla-cupy formats`. Default: the one with this dtype and width, "v32" for 656 bytes;
+        Name of the format, see `mla-cupy formats`. Default: the format with this dtype and width, "v32" for 656 bytes;
         tokens without RoPE need "v32-nope" there.
     scales : str, optional
-        For the records "v32" and "v32-nope": "power_of_2", the default, gives the bytes of FlashMLA's quantiser;
-        "plain" those of vLLM's.
+        For the formats "v32" and "v32-nope": "power_of_2", the default, produces the bytes of FlashMLA's quantiser;
+        "plain" produces vLLM's.
     kv_scale : float
-        For the record "fp8": the scale by which the stored numbers are multiplied when they are read.
+        For the format "fp8": factor of the stored numbers when they are read.
     interleaved : bool
         Pairs that RoPE turns: elements (2i, 2i + 1), as in DeepSeek's models, or, if False, (i, i + 32).
     stream : int or stream object, optional
@@ -77,11 +77,11 @@ def cache_append(
 
     Notes
     -----
-    Exact: the bytes do not depend on the GPU, and are those of `mla_cupy.reference.cache_append`, but for the sign and
-    payload of a NaN in `rope` that is converted to bfloat16. A NaN or an infinity makes its whole group of 128 (64 for
-    "v4", 32 for "v41", 16 for "v41-fp4") read as NaN. The padding byte of "v4" is set to 0, and the
-    reserved bytes of "v32-nope" are left as they are. "v41" and "v41-fp4"
-    quantise the RoPE part, too, after it was turned and rounded to the dtype of `rope`. NumPy arrays are changed by a
+    Exact: the bytes do not depend on the GPU and equal the oracle's (`mla_cupy.reference.cache_append`), except for the
+    sign and payload of a NaN in `rope` that is converted to bfloat16. A NaN or an infinity makes its whole group of 128
+    (64 for "v4", 32 for "v41", 16 for "v41-fp4") read as NaN. The padding byte of "v4" is set to 0, the reserved bytes
+    of "v32-nope" are left unchanged. "v41" and "v41-fp4"
+    also quantise the RoPE part, after it was turned and rounded to the dtype of `rope`. NumPy caches are changed on a
     GPU if there is one, which copies the cache there and back, else by the oracle. Not for JAX, whose arrays cannot be
     written: `mla_cupy.jax.cache_append` returns the changed cache.
 
@@ -114,9 +114,9 @@ def cache_gather(
     cache, kv_format, kv_scale
         As for `cache_append`.
     slots : array, (n,), int32 or int64
-        A slot outside of the cache, such as -1, gives a row of zeros.
+        Slots outside the cache, such as -1, give rows of zeros.
     out : array, (n, d_qk), optional
-        Where the rows go; the last axis is contiguous.
+        Memory for the rows; the last axis is contiguous.
     out_dtype : str or dtype, optional
         "bfloat16", "float16" or "float32". Default: the dtype of `out`, or of a 16-bit cache, or bfloat16.
     stream : int or stream object, optional
@@ -149,7 +149,7 @@ def cache_gather(
 
 
 def check_layout(record: CacheFormat, cache: View, argument: str = "cache") -> None:
-    """Check what the kernels rely on beside the width of the last axis."""
+    """Check the kernels' requirements other than the width of the last axis."""
     if 0 in cache.shape or record.dtype != "uint8":
         return
     page, token = page_and_token_bytes(record, cache)
@@ -258,7 +258,7 @@ def _examine_gather(views: Views, given: GatherOptions) -> Examined:
 
 
 def _row_dtypes(first: str) -> tuple[str, ...]:
-    """Dtypes of rows: that of a 16-bit cache first, else bfloat16."""
+    """Dtypes of rows: first a 16-bit cache's, else bfloat16."""
     return (first, *(dtype for dtype in FLOATS if dtype != first)) if first in HALF else FLOATS
 
 

@@ -23,9 +23,9 @@ def cache_copy_pages(pool: Any, pairs: Any, *, stream: Any = None) -> None:
     pool : array, (num_layers, num_pages, page_bytes), uint8
         The last axis is contiguous; layers and pages may be any distance apart. Multiples of 16 bytes are fastest.
     pairs : array, (n, 2), int32
-        (source, destination). Read on the device, so that a captured call copies what they say at each replay. A pair
-        with a page outside of the pool, such as (-1, -1), is skipped. No page may be a destination twice, or both a
-        source and a destination: its contents are then undefined.
+        (source, destination). They are read on the device, so each replay of a captured call reads them again. Pairs
+        with a page outside the pool, such as (-1, -1), are skipped. A page that is a destination twice, or both a
+        source and a destination, has undefined contents.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -57,9 +57,9 @@ def cache_slots(
     cu_seqlens: Any = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """Find the slots of consecutive tokens of each sequence: a chunk to read, or new tokens to write.
+    """Compute the slots of consecutive tokens of each sequence: a chunk to read, or new tokens to write.
 
-    Everything is read on the device, so a captured call follows `starts` and `lengths`, chunk after chunk.
+    Everything is read on the device, so each replay of a captured call follows `starts` and `lengths`.
 
     Parameters
     ----------
@@ -68,26 +68,26 @@ def cache_slots(
     starts : array, (b,), int32
         First position of each sequence.
     lengths : array, (b,), int32
-        Number of positions from there on; a negative number means none.
+        Number of positions from `starts` on; negative numbers count as 0.
     page_size : int
         Tokens in a page.
     max_tokens : int
-        Length of `slots`. If `lengths` ask for more, those at the end are left out.
+        Length of `slots`. Tokens beyond it are dropped.
     num_pages : int, optional
-        Pages of the cache: entries of `block_table` outside of [0, num_pages) are no pages. Default: as many as 32-bit
-        slots can name.
+        Pages of the cache: entries of `block_table` outside [0, num_pages) are not pages. Default: the most pages that
+        32-bit slots can address.
     slots : array, (max_tokens,), int32, optional
-        Where the slots go.
+        Memory for the slots.
     cu_seqlens : array, (b + 1,), int32, optional
-        Where the starts of the sequences in `slots` go.
+        Memory for the starts of the sequences in `slots`.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
     Returns
     -------
     slots : array, (max_tokens,), int32
-        For `cache_gather` and `cache_append`: page * page_size + place of the tokens of sequence 0, then of sequence
-        1, and so on. A position without a page, in the table or in the cache, is -1, and so are the entries after the
+        For `cache_gather` and `cache_append`: page * page_size + place for the tokens of sequence 0, then of sequence
+        1, and so on. Positions without a page, in the table or in the cache, are -1, and so are the entries after the
         last token.
     cu_seqlens : array, (b + 1,), int32
         For `mla_prefill`: sequence n has the slots from cu_seqlens[n] to cu_seqlens[n + 1]. At most `max_tokens`.
@@ -99,7 +99,7 @@ def cache_slots(
 
     Notes
     -----
-    Slots are int32, so a cache has at most (2^31 - 1) // page_size pages: those from there on are no pages, whatever
+    Slots are int32, so at most (2^31 - 1) // page_size pages are addressable: later pages do not exist, whatever
     `num_pages` says.
 
     Exact, and the same from run to run. Guide: "Chunked prefill over the paged cache".
@@ -143,9 +143,9 @@ def cache_update(
         Both are changed in place, by sequence.
     step_table : array, (max_rows, max_pages), int32
     step_seqlens : array, (max_rows,), int32
-        The rows of the step, in its order; of the table as many columns as the length takes.
+        The rows of the step, in its order; of the table only the columns that the length covers.
     slots, positions : array, (max_tokens,), int32
-        Where the step's tokens go, and their positions: the last ones of each row; -1 if there is no such place.
+        Slots of the step's tokens, the last ones of each row, and their positions; -1 for tokens without a slot.
     page_size : int
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.

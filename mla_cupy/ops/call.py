@@ -1,7 +1,7 @@
 """Calls of all operations: from the caller's arrays to launches, or to the oracle.
 
-The first call of its kind in a thread checks everything, configures the kernels and packs their parameters. A call
-whose arrays and options are like those of an earlier one, in all but addresses, re-uses all of that.
+The first call of its kind in a thread checks everything, configures the kernels and packs their parameters. A call with
+arrays and options like those of an earlier call, in everything except addresses, reuses all of that.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Recent:
 
 
 class _Thread(threading.local):
-    """Looked up once in a call: each look-up takes as long as several of ordinary attributes."""
+    """Looked up once in a call: each look-up costs several look-ups of ordinary attributes."""
 
     def __init__(self) -> None:
         self.recent = _Recent()
@@ -69,13 +69,13 @@ class Invocation:
     ----------
     operation : Operation
     arrays : tuple
-        The inputs and the outputs in the order of the record; None for those that are not given.
+        The inputs and the outputs in the operation's order; None for absent arrays.
     options : tuple
-        The other arguments that mean something to the operation, in the order of `operation.options`.
+        The other arguments of the operation, in the order of `operation.options`.
     workspace : array or None
     stream : int, stream object or None
     plan : Plan or None
-        Has scheduled the work, and owns the workspace.
+        The plan that has scheduled the work and owns the workspace.
     """
 
     __slots__ = ("arrays", "operation", "options", "plan", "stream", "workspace")
@@ -126,7 +126,7 @@ class Invocation:
 
     @property
     def results(self) -> tuple[Any, ...]:
-        """The outputs, as far as they are given."""
+        """The outputs that the caller passed."""
         return self.arrays[len(self.operation.inputs) :]
 
     def adopted(self, family: Family) -> Invocation:
@@ -140,8 +140,8 @@ class Invocation:
 def call(function: Callable[..., _R], arguments: Mapping[str, Any]) -> _R:
     """Run a call of a public function; `arguments` are its locals.
 
-    Naming 40 arguments takes longer than the rest of a repeated call. So the function is given the code that lists
-    them in the operation's order, which its next calls run.
+    Naming 40 arguments takes longer than the rest of a repeated call. The function is therefore replaced by code that
+    lists them in the operation's order, which its next calls run.
 
     Returns
     -------
@@ -246,7 +246,7 @@ def _known(call: Invocation) -> tuple[Entry, list[int]] | None:
             addresses, signature = signed
             if not similar or entry.signature != signature:
                 entry = recent.last[operation] = recent.entries[operation, signature, options, (*kinds,), state]
-    # New, of a subclass, or with a plan or an option that is none: the checks see to it.
+    # Cache miss or invalid argument: fall through to the full checks.
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return None
     if checks_are_asked() or entry.prepared.driver is not driver.active:
@@ -266,7 +266,7 @@ def _known(call: Invocation) -> tuple[Entry, list[int]] | None:
 
 
 def _complete(entry: Entry, call: Invocation, addresses: list[int], stream: int) -> tuple[Any, ...]:
-    """Allocate the outputs that were not given, and write down their addresses."""
+    """Allocate the missing outputs, and record their addresses."""
     native, arrays = entry.native, list(call.arrays)
     for index, shape, dtype in entry.missing:
         arrays[index] = made = native.empty(shape, dtype, entry.device, stream)
@@ -301,7 +301,7 @@ def _checked(call: Invocation) -> tuple[Any, ...]:
 
 
 def _check_arguments(call: Invocation) -> Family:
-    """Check what the arguments are, whatever the arrays' sizes; returns the family of the arrays."""
+    """Check the kinds of the arguments, without sizes; returns the family of the arrays."""
     operation, named = call.operation, {**call.named, WORKSPACE: call.workspace}
     family = families.common_family(named, (*operation.optional, WORKSPACE))
     written = {name: named[name] for name in (*operation.written, WORKSPACE)}
@@ -381,7 +381,7 @@ def _configure(call: Invocation, native: Native) -> _Configured:
 
 @families.runs_as_it_is
 def _prepare(call: Invocation, native: Native) -> tuple[Entry, list[int]]:
-    """Check and prepare a call of a new kind, and remember it. What can fail does so before anything is allocated."""
+    """Check and prepare a call of a new kind, and cache it. Everything that can fail runs before any allocation."""
     operation = call.operation
     configured = _configure(call, native)
     request = configured.request
@@ -456,7 +456,7 @@ def _remember(call: Invocation, entry: Entry) -> None:
 
 
 def forget() -> None:
-    """Drop what this thread's calls have left, as after a change of the driver."""
+    """Drop this thread's cached calls, as after a change of the driver."""
     recent = _thread.recent
     recent.natives.clear()
     recent.entries.clear()
@@ -526,7 +526,7 @@ def _dtypes(operation: Operation, request: Request) -> dict[str, str]:
 
 
 def _checks_values(operation: Operation) -> bool:
-    """True if calls of an operation are to look at values, and it knows what values are good."""
+    """True if an operation has value checks and they are switched on."""
     return operation.check_values is not check_nothing and values_are_checked()
 
 
@@ -539,7 +539,7 @@ def _check_values(call: Invocation, request: Request, to_numpy: Callable[[Any], 
 
 
 def workspace_bytes(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """Size of the workspace that a call would need. Nothing is allocated or launched.
+    """Return the size of the workspace that a call needs. Nothing is allocated or launched.
 
     Parameters
     ----------
@@ -551,12 +551,12 @@ def workspace_bytes(operation: Callable[..., Any], *args: Any, **kwargs: Any) ->
     Returns
     -------
     int
-        Bytes; 0 for arrays in the host's memory.
+        Bytes; 0 for arrays in host memory.
 
     Raises
     ------
     ArgumentError
-        If it is no operation, or as the call itself would raise.
+        If `operation` is not one, or for any reason that the call itself would raise it.
 
     Examples
     --------

@@ -48,19 +48,19 @@ def cascade_decode(
     ----------
     q, kv_cache, block_table, seqlens, scale, causal, fp8, lse_base, empty_lse, out, lse, out_dtype, stream
         As for `mla_decode`, but the scales in `fp8` are numbers. The page tables of a group's sequences begin with the
-        same pages, and every query token sees all of these; `shared_prefixes` finds such groups on the host. Queries of
-        a group whose first two axes do not step evenly are copied.
+        same pages, and every query token sees all of these; `shared_prefixes` finds such groups on the host. Queries
+        are copied if the first two axes of a group do not step evenly.
     groups : sequence of PrefixGroup
-        Disjoint, in the order of the batch. Without groups this is a call of `mla_decode`.
+        Disjoint, in the order of the batch. Without groups this is `mla_decode`.
     plan : CascadePlan, optional
-        From `plan_cascade`, after its `update`, whose lengths are used. It saves making the schedules, computing the
-        lengths behind the prefixes, and allocating. `stream` is then that of the update.
+        From `plan_cascade`, after `update`, which sets the lengths. A plan saves making the schedules, computing the
+        lengths after the prefixes, and allocating. `stream` is then the stream of the update.
     workspace : array, (n,), uint8, optional
-        Memory for the call, 256-byte aligned, of at least `workspace_bytes(cascade_decode, ...)` bytes. Not with a
-        plan, which has its own.
+        Memory for the call, 256-byte aligned, of at least `workspace_bytes(cascade_decode, ...)` bytes. Excludes
+        `plan`, which has its own.
     kernel : str or mapping, optional
         Name of a kernel to run, see `mla-cupy list`; or a name for each of the stages "prefix", "rest", "merge" and,
-        for sequences in no group, "alone".
+        for sequences outside groups, "alone".
 
     Returns
     -------
@@ -74,11 +74,11 @@ def cascade_decode(
 
     Notes
     -----
-    Each group takes one call of `mla_decode` over the pages of its prefix, with the queries of all its sequences as
-    those of one; one call over what each sequence has behind the prefix; and one of `merge_states`. With `out`, `lse`,
-    and a plan or a `workspace`, a call can be captured in a CUDA graph, whose replays are right as long as the prefixes
-    stay; lengths may change. Workspace: 4 KB per query row of the largest group, for partial results in float32, and
-    what `mla_decode` needs.
+    Each group runs one `mla_decode` over the pages of its prefix, with the queries of all its sequences as if of one
+    sequence; one over the rest of each sequence; and one `merge_states`. With `out`, `lse`, and a plan or a
+    `workspace`, a call can be captured in a CUDA graph. Replays are right as long as the prefixes stay; lengths may
+    change. Workspace: 4 KB per query row of the largest group, for partial results in float32, and the workspaces of
+    `mla_decode`.
 
     Examples
     --------
@@ -94,7 +94,7 @@ def cascade_decode(
 
 
 class CascadeOptions(NamedTuple):
-    """The arguments beside the arrays."""
+    """The arguments other than arrays."""
 
     groups: Any
     scale: Any
@@ -117,7 +117,7 @@ def _is_row(group: Any) -> bool:
 
 
 _OF_DECODE = "scale", "causal", "q_scale", "math", "lse_base", "empty_lse"
-"""Options that are examined as those of decode."""
+"""Options that are examined like decode's."""
 
 
 def _examine(views: Views, options: CascadeOptions) -> Examined:

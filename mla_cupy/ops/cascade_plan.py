@@ -28,7 +28,7 @@ __all__ = ["CascadePlan", "plan_cascade"]
 
 
 class Section(NamedTuple):
-    """Sequences of a batch that one call serves, or a group: then `plan` is that of its prefix."""
+    """Sequences of a batch that one call serves, or a group with the `plan` of its prefix."""
 
     part: slice
     group: PrefixGroup | None
@@ -74,7 +74,7 @@ def divided(call: Call, planned: Sequence[Section]) -> Division:
 
 
 class _Batch:
-    """The arrays of a call, from which those of stages are cut."""
+    """The arrays of a call; stages use parts of them."""
 
     def __init__(self, call: Call) -> None:
         names = ("q", "kv_cache", "block_table", "seqlens", "out", "lse")
@@ -95,10 +95,10 @@ class _Batch:
         return Stage("alone", decode_operation.OPERATION, arrays, self._decode_options(alone=True), section.plan)
 
     def of_group(self, section: Section) -> list[Stage | Assignment]:
-        """The states of a group's sequences over their prefix, and over what they have behind it, and their merge.
+        """The states of a group's sequences over their prefix and over the rest, and their merge.
 
-        The queries of all of them are those of one sequence. Of the arrays of states the first is the prefix's; the
-        axis of heads comes before that of sequences, as the prefix's call has the queries of all of them in one.
+        The queries of all sequences form one sequence. The first of the state arrays is the prefix's; the axis of heads
+        comes before the axis of sequences, as the prefix's call has the queries of all of them in one.
         """
         group, device = section.group, self._device
         assert group is not None
@@ -155,12 +155,12 @@ class _Batch:
 class CascadePlan(Plan):
     """Schedules and memory for `cascade_decode`. Made by `plan_cascade`.
 
-    It is in flight on one stream at a time, like a `DecodePlan`.
+    Use it on one stream at a time, like a `DecodePlan`.
 
     Attributes
     ----------
     groups : tuple of PrefixGroup
-        Those of the calls.
+        Groups of the calls.
     device : int
         CUDA ordinal; -1 for a plan of the NumPy backend.
     """
@@ -185,12 +185,12 @@ class CascadePlan(Plan):
     def update(self, seqlens: Any) -> None:
         """Enqueue the schedules for the lengths of this step, on the caller's library's current stream.
 
-        No synchronisation; can be captured in a CUDA graph, after an earlier call outside of the capture.
+        Does not synchronise. Can be captured in a CUDA graph, after an earlier call outside the capture.
 
         Parameters
         ----------
         seqlens : array, (b,), int32
-            Of all sequences, prefixes included.
+            Lengths of all sequences, prefixes included.
 
         Raises
         ------
@@ -280,7 +280,7 @@ def plan_cascade(
     Parameters
     ----------
     groups : sequence of PrefixGroup
-        Those of the calls; another batch, or other prefixes, need another plan.
+        Groups of the calls. Another batch, or other prefixes, need another plan.
     b : int
         Sequences of the batch.
     s_q, h_q, d_qk, kv_format, fp8, max_pages, page_size, dtype, device
@@ -299,8 +299,8 @@ def plan_cascade(
 
     Notes
     -----
-    Workspace: 4 KB per query row of the largest group, the workspaces of two plans for each group, and that of one for
-    the sequences between groups.
+    Workspace: 4 KB per query row of the largest group, the workspaces of two plans per group, and the workspace of one
+    plan for the sequences between groups.
 
     Examples
     --------

@@ -42,11 +42,11 @@ STARTS = (
     Input("cu_seqlens_q", "b+1", ("int32",), optional=True),
     Input("cu_seqlens_kv", "b+1", ("int32",), optional=True),
 )
-"""Starts of sequences that lie one after another, and the end of the last one."""
+"""Starts of sequences stored one after another, and the end of the last one."""
 
 
 def absorbing(d_qk: int) -> str:
-    """A remedy for queries of the width that they have before W_UK is absorbed; "" for others."""
+    """A remedy for queries with their width before W_UK is absorbed; "" for others."""
     if d_qk != D_UNABSORBED:
         return ""
     return f"absorb W_UK: q_nope @ W_UK is {D_V} wide, beside q_rope's {D_ROPE}; scale stays {D_UNABSORBED}**-0.5"
@@ -60,7 +60,7 @@ def resolve_scale(scale: Any, d_qk: int) -> float:
 
 
 def check_scale(scale: Any) -> float:
-    """Check the factor of the scores of absorbed queries, whose width does not say what it is."""
+    """Check the factor of the scores of absorbed queries; their width does not determine it."""
     if scale is None:
         raise ArgumentError(explain("scale", None, MODEL_SCALES, "pass scale=..."))
     return check_factor("scale", scale)
@@ -82,7 +82,7 @@ def check_factor(argument: str, value: Any) -> float:
 
 
 def check_eps(argument: str, value: Any) -> float:
-    """Check what is added to a variance: a number of at least 0 that float32 can hold."""
+    """Check the number that is added to a variance: at least 0, and representable in float32."""
     if not (is_number(value) and 0 <= value <= _MAX_FLOAT32):
         remedy = "" if is_number(value) else "pass a Python number"
         raise ArgumentError(explain(argument, repr(value), "a finite number, at least 0", remedy))
@@ -142,7 +142,8 @@ def check_flag(argument: str, value: Any) -> bool:
 def check_pieces(batch_invariant: Any, split_tokens: Any, longest: tuple[str, int], requests: tuple[str, int]) -> int:
     """Check the pieces of a batch-invariant call or plan; returns the tiles of one, 0 without `batch_invariant`.
 
-    `longest` names and has the most tokens of a request, `requests` what has pieces, and how many.
+    `longest` is the largest number of tokens of a request, with its name; `requests` is the number of requests, with
+    its name.
     """
     if not is_integer(split_tokens) or not 0 < split_tokens <= MAX_TOKENS or split_tokens % TILE_TOKENS:
         raise ArgumentError(explain("split_tokens", repr(split_tokens), f"a multiple of {TILE_TOKENS}"))
@@ -171,7 +172,7 @@ def check_shard(cp_world: Any, cp_rank: Any) -> tuple[int, int]:
 def check_drafts(tree_mask: bool, s_q: int) -> None:
     """Check the number of query tokens of a call with a mask of drafts, if there is one."""
     if tree_mask and s_q > MAX_DRAFTS:
-        raise ShapeError(explain("s_q", s_q, f"at most {MAX_DRAFTS} with a tree_mask", "each draft is a bit of 64"))
+        raise ShapeError(explain("s_q", s_q, f"at most {MAX_DRAFTS} with a tree_mask", "each draft is one of 64 bits"))
 
 
 def check_terms(problem: DecodeProblem) -> None:
@@ -197,7 +198,7 @@ def check_count(argument: str, value: Any, minimum: int, maximum: int) -> int:
 
 
 def check_float(argument: str, value: Any) -> float:
-    """Check that it is a number of any value."""
+    """Check that `value` is a number."""
     try:
         if is_number(value):
             return float(value)
@@ -209,7 +210,7 @@ def check_float(argument: str, value: Any) -> float:
 def check_dtype(argument: str, dtype: Any) -> str | None:
     """The name of a dtype in any form: a name, or a dtype or scalar type of NumPy, `ml_dtypes` or PyTorch.
 
-    None is None. Whether the dtype fits is checked elsewhere.
+    None stays None. Other checks decide if the dtype fits.
     """
     if dtype is None:
         return None
@@ -220,7 +221,7 @@ def check_dtype(argument: str, dtype: Any) -> str | None:
 
 
 def check_all_or_none(views: Views, *names: str, expected: str = "an array", group: str = "") -> bool:
-    """Check that optional arrays that need each other, as in a group, are all given, or none; whether they are."""
+    """Check that optional arrays of one group are all passed or all absent; returns True if they are passed."""
     missing = [name for name in names if views[name] is None]
     if len(missing) not in (0, len(names)):
         all_of_them = "both" if len(names) == 2 else f"all of {', '.join(names)}"
@@ -230,7 +231,7 @@ def check_all_or_none(views: Views, *names: str, expected: str = "an array", gro
 
 
 def pair_width(views: Views) -> int:
-    """The width of queries and keys, whose last columns may be arrays of their own: `q_rope` and `k_rope`.
+    """The width of queries and keys; their last columns may be separate arrays, `q_rope` and `k_rope`.
 
     Raises
     ------
@@ -248,19 +249,19 @@ def pair_width(views: Views) -> int:
 
 
 def check_kv_heads(views: Views, heads: int, kv_heads: int) -> None:
-    """Check that each KV head serves as many heads, and that `k_rope` is that of all heads or of each KV head.
+    """Check that KV heads divide the query heads evenly, and that `k_rope` has one head or one per KV head.
 
     Raises
     ------
     ShapeError
     """
     if heads % kv_heads:
-        remedy = "each KV head serves as many heads"
+        remedy = "each KV head serves h_q / h_kv heads"
         raise ShapeError(explain("q.shape[1]", heads, f"a multiple of h_kv={kv_heads}", remedy))
     k_rope = views["k_rope"]
     if k_rope is not None and k_rope.shape[1] not in (1, kv_heads):
         expected = f"1 or h_kv={kv_heads}" if kv_heads > 1 else "1, as k has no more heads"
-        raise ShapeError(explain("k_rope.shape[1]", k_rope.shape[1], expected, "one for all heads, or each"))
+        raise ShapeError(explain("k_rope.shape[1]", k_rope.shape[1], expected, "pass one head, or one per KV head"))
 
 
 def check_starts(views: Views) -> None:
@@ -275,7 +276,7 @@ def check_starts(views: Views) -> None:
 
 
 def check_start_values(arrays: Arrays, s_q: int, s_kv: int) -> None:
-    """Check that the starts, where they are given, ascend from 0 to the number of queries or keys at most.
+    """Check that the starts, if passed, ascend from 0 to at most the number of queries or keys.
 
     Raises
     ------
@@ -297,7 +298,7 @@ def name_first(argument: str, values: np.ndarray[Any, Any], bad: np.ndarray[Any,
 
 
 def check_scale_values(arrays: Arrays, names: Sequence[str], *, zero: bool) -> None:
-    """Check arrays of scales, where they are given: finite, and above 0 or, where `zero` is allowed, at least 0.
+    """Check arrays of scales, if passed: finite, and above 0 or, where `zero` is allowed, at least 0.
 
     Raises
     ------
@@ -341,7 +342,7 @@ def check_memory(view: View, nbytes: int, device: int) -> None:
     if view.dtype != "uint8" or len(view.shape) != 1 or (view.strides != (1,) and view.shape[0] > 1):
         raise ShapeError(explain("workspace", f"{view.dtype} {view.shape}", "a contiguous vector of uint8"))
     if view.shape[0] < nbytes:
-        remedy = "`mla_cupy.workspace_bytes` tells how many"
+        remedy = "call mla_cupy.workspace_bytes for the size"
         raise ShapeError(explain("workspace.shape[0]", view.shape[0], f"at least {nbytes} bytes", remedy))
     if view.ptr % WORKSPACE_ALIGNMENT:
         raise ShapeError(explain("workspace's address", hex(view.ptr), f"a multiple of {WORKSPACE_ALIGNMENT}"))

@@ -28,11 +28,11 @@ class KernelLaunch:
     Attributes
     ----------
     kernel, build : str
-        Name, and the build's.
+        Names of the kernel and of its build.
     grid : tuple of int
         Blocks.
     registers, smem_bytes : int or None
-        Of a thread and of a block; None if it is not compiled yet.
+        Per thread and per block; None if the build is not compiled yet.
     """
 
     kernel: str
@@ -44,18 +44,18 @@ class KernelLaunch:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Answer of `which`.
+    """Result of `which`.
 
     Attributes
     ----------
     operation, gpu, arch, kernel : str
         Names; `kernel` is the main one.
     has_run : bool
-        Whether this project has run the kernel on such a GPU. Others are compiled and simulated in the tests.
+        True if this project has run the kernel on such a GPU. Other kernels are compiled and simulated in the tests.
     launches : tuple of KernelLaunch
-        All of the call, in order.
+        The call's launches, in order.
     passed_over : dict
-        Each other kernel of the operation, and why it does not run.
+        The operation's other kernels, each with the reason why it does not run.
     """
 
     operation: str
@@ -72,7 +72,7 @@ class KernelChoice:
 
 
 def which(operation: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> KernelChoice:
-    """Tell which kernels a call runs, and why no others. Nothing is allocated, compiled or launched.
+    """Report which kernels a call runs, and why other kernels do not run. Nothing is allocated, compiled or launched.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def which(operation: Callable[..., Any], *args: Any, arch: str | None = None, **
     *args, **kwargs
         The call's own arguments. Their values are not read: `np.empty` of the right shapes is enough.
     arch : str, optional
-        A target such as "sm_89"; by default that of the arrays' GPU, else of this machine's, else "sm_90a".
+        Target such as "sm_89". Default: the target of the arrays' GPU, else of this machine's GPU, else "sm_90a".
 
     Returns
     -------
@@ -90,7 +90,7 @@ def which(operation: Callable[..., Any], *args: Any, arch: str | None = None, **
     Raises
     ------
     ArgumentError
-        If it is no operation, or as the call itself would raise.
+        If `operation` is not one, or for any reason that the call itself would raise it.
     UnsupportedDeviceError
         If no kernel runs such a call on the GPU.
 
@@ -145,6 +145,6 @@ def _resources(launch: Launch, arch: str) -> tuple[int | None, int | None]:
     """Registers of a thread and shared memory of a block, if the build is in the cache."""
     try:
         build = worker.cached(launch.kernel.request(launch.variant, arch))
-    except KernelCompileError:  # no NVRTC: what it would have built cannot be told
+    except KernelCompileError:  # no NVRTC: its version, and so the image, is unknown
         build = None
     return (None, None) if build is None else (build.info["registers"], build.smem_bytes)

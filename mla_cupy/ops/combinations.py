@@ -18,11 +18,11 @@ class Part(NamedTuple):
     Attributes
     ----------
     argument : str
-        The argument that brings it.
+        The argument that selects the part.
     without : str
-        What that argument is in a call without the part.
+        Value of that argument in a call without the part.
     beside : str
-        How a message about another argument ends; "{}" is what this part is in the call.
+        End of a message about another argument; "{}" is the value of this part.
     """
 
     argument: str
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """Two parts of which a call can have one. The message names `part`; the remedy may be empty."""
+    """Two mutually exclusive parts of a call. The message names `part`; the remedy may be empty."""
 
     part: str
     other: str
@@ -86,13 +86,13 @@ def _of_formats(*names: str) -> tuple[Conflict, ...]:
 _NO_ROPE = Conflict("out_cos", "v32-nope", "its values have no RoPE columns")
 
 DECODE = (
-    Conflict("tree_mask", "cu_seqlens_q", "a tree is of sequences of one length"),
-    Conflict("window", "tree_mask", "a tree sees all tokens before it"),
+    Conflict("tree_mask", "cu_seqlens_q", "pass sequences of one length: a tree needs them"),
+    Conflict("window", "tree_mask", "drop one of them: a tree sees all tokens before it"),
     Conflict("not_causal", "tree_mask", "leave causal out: the mask says which drafts a query sees"),
     Conflict("not_causal", "window"),
     Conflict("cp_world", "cu_seqlens_q"),
     Conflict("cp_world", "window"),
-    Conflict("max_seqlen_q", "equal_lengths", "q.shape[1] says it"),
+    Conflict("max_seqlen_q", "equal_lengths", "drop it: q.shape[1] sets it"),
     Conflict("w_uv", "cu_seqlens_q", "multiply the result"),
     Conflict("w_uv", "window", "multiply the result"),
     Conflict("w_uv", "narrow", "multiply the result"),
@@ -108,8 +108,8 @@ DECODE = (
     ),
     *_of_formats("rows", "v32", "v32-nope", "v4", "v41"),
     _NO_ROPE,
-    Conflict("q_scale", "half", "it is the scale of queries in e4m3; multiply scale by it"),
-    Conflict("row_scales", "half", "it is the scale of queries in e4m3"),
+    Conflict("q_scale", "half", "multiply scale by it: it is for e4m3 queries"),
+    Conflict("row_scales", "half", "drop it: it is for e4m3 queries"),
     Conflict("kv_scales", "exact_math", "pass a Python number"),
 )
 
@@ -128,7 +128,7 @@ SPARSE_FORWARD = (
 _SCALES = ("q_scales", "k_scales", "v_scales")
 _CONVERT = "convert queries, keys and values to bfloat16"
 PREFILL = (
-    *(Conflict(name, "half", "it is of e4m3 codes; multiply scale by it") for name in _SCALES),
+    *(Conflict(name, "half", "multiply scale by it: it is for e4m3 codes") for name in _SCALES),
     Conflict("state_out", "codes", f"{_CONVERT}, or merge with merge_states"),
     Conflict("mask", "codes", _CONVERT),
 )
@@ -139,7 +139,7 @@ TABLE = {
     "sparse_mla_forward": SPARSE_FORWARD,
     "mla_prefill": PREFILL,
 }
-"""The conflicts of each operation; plans and composites have those of the operation that they run."""
+"""The conflicts of each operation; plans and composites use the conflicts of the operation that they run."""
 
 Parts = Mapping[str, object | Callable[[], object]]
 
@@ -151,8 +151,8 @@ def check(conflicts: Iterable[Conflict], parts: Parts) -> None:
     ----------
     conflicts : iterable of Conflict
     parts : mapping
-        What the call has, as a message shows it, by the names of `PARTS`; None is absent. A function is called when
-        its conflict's other part is there: a recorded call then compares no number in vain.
+        Values of the call as messages show them, by the names of `PARTS`; None is absent. A function is evaluated only
+        when the conflict's other part is present: a recorded call then compares no number in vain.
 
     Raises
     ------

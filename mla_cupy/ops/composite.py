@@ -1,7 +1,7 @@
 """Operations that are made of others: calls on parts of the arrays, checked and prepared together.
 
-A composite has a record like any operation. How a call divides into stages is known from its views alone, so everything
-about the stages is done once for a kind of calls. What is left for a call is to find the addresses of their arrays.
+A composite is described like any operation. A call's division into stages depends on its views alone, so everything
+about the stages is done once per kind of call. Each call then only finds the addresses of their arrays.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     Attributes
     ----------
     name : str
-        The array's, or that of the part of the workspace; "" for memory of a plan, whose address is known.
+        Name of the array, or of the part of the workspace; "" for memory of a plan, at a known address.
     view : View
         Its pointer is as far from the array's own as the part is; parts of the workspace begin at 0.
     """
@@ -54,7 +54,7 @@ class Part(NamedTuple):
         return self._moved(0, (first * second, *rest), (outer if second == 1 else inner, *strides))
 
     def split(self, size: int) -> Part:
-        """View with the first axis as two, of which the second has this size."""
+        """View with the first axis split in two; the second has this size."""
         (first, *rest), (step, *strides) = self.view.shape, self.view.strides
         return self._moved(0, (first // size, size, *rest), (size * step, step, *strides))
 
@@ -100,12 +100,12 @@ class Stage(NamedTuple):
     Attributes
     ----------
     name : str
-        What `kernel=` calls it.
+        Name for `kernel=`.
     operation : Operation
     arrays : mapping
-        Its arrays by name, all outputs among them; those that are not given may be left out.
+        Its arrays by name, all outputs included; absent arrays may be left out.
     options : tuple
-        As of a caller of the operation.
+        Options as a caller passes them.
     plan : Plan or None
     """
 
@@ -141,7 +141,7 @@ class _Configured(NamedTuple):
 
 @dataclass(frozen=True)
 class CompositeConfig:
-    """The steps of a call, those of stages with what they have in common with others of their kind."""
+    """The steps of a call; stages of one kind share their configuration."""
 
     layout: Layout
     steps: tuple[tuple[Stage, _Configured] | Assignment, ...]
@@ -170,7 +170,7 @@ class CompositePipeline(Pipeline[CompositeConfig]):
         return config.layout
 
     def steps(self, config: CompositeConfig, call: Call) -> list[Step]:
-        """The launches of all stages, each with the arrays of its own."""
+        """The launches of all stages, each with its own arrays."""
         return [
             launch
             for step in config.steps
@@ -208,9 +208,9 @@ class CompositePipeline(Pipeline[CompositeConfig]):
 
 
 def configure(division: Division, device: DeviceInfo | None, kernels: Kernels) -> CompositeConfig:
-    """Check and configure the stages of a call on a device, those of the same kind once.
+    """Check and configure the stages of a call on a device, each kind once.
 
-    Without a device there is nothing to configure but what a plan has to say.
+    Without a device only plans are checked.
     """
     known: dict[Any, _Configured] = {}
     steps: list[tuple[Stage, _Configured] | Assignment] = []
@@ -227,7 +227,7 @@ def configure(division: Division, device: DeviceInfo | None, kernels: Kernels) -
 
 
 def _kind(stage: Stage) -> Any:
-    """Equal for stages that differ in nothing but addresses, as far as they are aligned alike."""
+    """Equal for stages that differ only in addresses of equal alignment."""
     parts = (
         (name, part and part.view._replace(ptr=part.view.ptr % ARRAY_ALIGNMENT)) for name, part in stage.arrays.items()
     )
@@ -248,7 +248,7 @@ def _configure(stage: Stage, device: DeviceInfo | None, kernel: str | None) -> _
 
 
 def _relative(step: Assignment, bases: Mapping[str, int]) -> Assignment:
-    """Assignment with pointers relative to those of the arrays."""
+    """Assignment with pointers relative to the arrays' pointers."""
     source, out = (
         part._replace(view=part.view._replace(ptr=part.view.ptr - bases.get(part.name, 0)))
         for part in (step.source, step.out)
@@ -257,7 +257,7 @@ def _relative(step: Assignment, bases: Mapping[str, int]) -> Assignment:
 
 
 class PreparedStages:
-    """Launches of all stages, ready to be enqueued with any addresses: what `Prepared` is of one operation."""
+    """Launches of all stages, ready to be enqueued with any addresses: the counterpart of `Prepared`."""
 
     def __init__(self, actions: Sequence[_Launches | _Assignment], layout: Layout) -> None:
         self.driver = driver.current()
@@ -272,7 +272,7 @@ class PreparedStages:
 
 
 class _Launches:
-    """The launches of a stage; its addresses are so far from those of a list of places."""
+    """The launches of a stage, with addresses as offsets from a list of places."""
 
     __slots__ = ("_memory", "_moves", "_prepared")
 

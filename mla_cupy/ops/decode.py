@@ -78,9 +78,9 @@ def mla_decode(
     Parameters
     ----------
     q : array, (b, s_q, h_q, d_qk), bfloat16, float16, float8_e4m3fn or uint8
-        Absorbed queries; (total_q, h_q, d_qk) with `packed`. d_qk is 576, or 512 for keys without RoPE columns; or 320
-        (Mistral Small 4) or 288 (MiniCPM3), whose values are 256 wide and which exclude `q_rope`, `packed`, `window`
-        and `project`. e4m3, or its codes in uint8, requires `fp8`. The last axis is contiguous.
+        Absorbed queries; (total_q, h_q, d_qk) with `packed`. d_qk is 576; or 512 for keys without RoPE columns; or 320
+        (Mistral Small 4) or 288 (MiniCPM3), with values of width 256 and without `q_rope`, `packed`, `window` and
+        `project`. e4m3, or its codes in uint8, requires `fp8`. The last axis is contiguous.
     kv_cache : array, (num_pages, page_size, d_qk), dtype of q; or (num_pages, page_size, bytes), uint8
         Pages that all query heads read; the first 512 (or 256) columns of a key are its value. Any page size. An axis
         of size 1 for the KV head may stand on either side of the tokens. uint8 holds tokens in the FP8 format "v32"
@@ -94,7 +94,7 @@ def mla_decode(
         Factor of the scores: finite, above 0. Pass the model's softmax scale: 192**-0.5 for DeepSeek-V3, times YaRN's
         mscale factor where the model uses it.
     q_rope : array, (b, s_q, h_q, 64), dtype of q, optional
-        RoPE columns of the queries, where they are an array of their own; q then has 512 columns.
+        RoPE columns of the queries, where they are a separate array; q then has 512 columns.
     packed : Packed, optional
         Queries of varying length, the last tokens of their sequences. `cu_seqlens_q` is clamped to [0, total_q];
         queries of no sequence see no token. Excludes `tree_mask`, `project` and `shard`.
@@ -107,7 +107,7 @@ def mla_decode(
         The last s_q <= 64 tokens are drafts of a tree: query i sees all tokens before them, and draft j if bit j of
         tree_mask[b, i] is set. Replaces `causal`. A sequence of n < s_q tokens holds the last n drafts.
     attn_sink : array, (h_q,), float32, optional
-        Logits of a key without a value, which lower `out`, not `lse`. -inf has no effect, +inf makes `out` 0.
+        Logits of a key without a value. They lower `out`, not `lse`. -inf has no effect, +inf makes `out` 0.
     out_rope : OutRope, optional
         Undo RoPE in the last 64 columns of `out`. Requires a d_qk of 512.
     project : Project, optional
@@ -128,7 +128,7 @@ def mla_decode(
     out_dtype : str or dtype, optional
         "float32" for results to be merged. Default: the dtype of `out`, or of q, or bfloat16 for e4m3.
     lse_base, empty_lse : str, float
-        Base of the logarithm in `lse`, "e" or "2"; and `lse` of a row that sees no token, whose `out` is 0.
+        Base of the logarithm in `lse`, "e" or "2"; and the `lse` of a row that sees no token (its `out` is 0).
     kernel : str, optional
         Kernel to run, see `mla-cupy list`. Default: the fastest that fits.
     stream : int or stream object, optional
@@ -148,10 +148,10 @@ def mla_decode(
 
     Notes
     -----
-    A NaN or Inf reaches only the rows that see it. Results are the same in every run; they depend on the lengths of the
+    A NaN or Inf reaches only the rows that see it. Results are the same in every run. They depend on the lengths of the
     other sequences within rounding, unless `plan_decode(batch_invariant=True)`. Weights are rounded to 16 bits: where
     tokens have equal scores, `out` may be off by one common factor of up to 2^-8 (bfloat16) or 2^-11 (float16). Latents
-    of "v32" are rounded to float16. `conventions.md` has all limits, also of the scores' size.
+    of "v32" are rounded to float16. `conventions.md` lists all limits, including the size of scores.
 
     Examples
     --------
@@ -185,7 +185,9 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     )
     turns = check_all_or_none(views, *OutRope.absent, group="out_rope=OutRope(cos, sin, positions)")
     if turns and d_qk != D_V:
-        raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with out_rope", "other values have no RoPE columns"))
+        raise ShapeError(
+            explain("q.shape[-1]", d_qk, f"{D_V} with out_rope", "drop out_rope: other values have no RoPE columns")
+        )
     record = _record(kv_cache, d_qk, options.kv_format)
     tree_mask = views["tree_mask"] is not None
     check_drafts(tree_mask, s_q)
@@ -218,7 +220,7 @@ def _queries(views: Views) -> tuple[int, int, int, int]:
     if rope is None:
         return b, axes[-1], h_q, d_qk
     if d_qk != D_V:
-        raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with q_rope", "pass whole queries, or their two parts"))
+        raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with q_rope", "pass whole queries, or q and q_rope"))
     return b, axes[-1], h_q, d_qk + rope.shape[-1]
 
 
@@ -253,7 +255,7 @@ def _forms_of(views: Views, options: DecodeOptions) -> Forms:
 
 
 def _is_aligned(views: Views, record: str, forms: Forms) -> bool:
-    """True if TMA can fetch q and a cache of rows; beside records, forms alone need aligned queries."""
+    """True if TMA can fetch q and a cache of rows. With FP8 formats only optional inputs need aligned queries."""
     cache, rope = present(views, "kv_cache"), views["q_rope"]
     if (record and not forms.beyond_sink) or (not record and cache.shape[0] == 0):
         return bool(record)
@@ -261,7 +263,7 @@ def _is_aligned(views: Views, record: str, forms: Forms) -> bool:
 
 
 def _record(kv_cache: View, d_qk: int, name: object) -> str:
-    """The FP8 record of a cache of bytes, "" for 16-bit rows; checks the width, which is not that of the queries."""
+    """The FP8 format of a cache of bytes, "" for 16-bit rows; checks the width, not the queries'."""
     width = kv_cache.shape[-1]
     if kv_cache.dtype not in BYTE_DTYPES:
         if width != d_qk:
@@ -283,7 +285,7 @@ def _check_values(arrays: Arrays, options: DecodeOptions) -> None:
 
 
 def check_values(arrays: Arrays, world: int, rank: int) -> None:
-    """Check the lengths of a shard of sequences, and the pages that they take.
+    """Check the lengths of a shard of sequences, and the pages that they use.
 
     Raises
     ------

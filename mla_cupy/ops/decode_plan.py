@@ -77,13 +77,13 @@ class _Updates(threading.local):
 class DecodePlan(Plan):
     """Buffers and launch configurations for decode of up to `max_b` sequences on one device.
 
-    Made by `plan_decode`. A plan is in flight on one stream at a time: between `update` and the last call that uses
-    it, no other stream may use it. Smaller batches are fine.
+    Made by `plan_decode`. Use a plan on one stream at a time: between `update` and the last call that uses the plan, no
+    other stream may use it. Batches may be smaller than `max_b`.
 
     Attributes
     ----------
     workspace_bytes : int
-        Size of its workspace.
+        Size of the plan's workspace.
     device : int
         CUDA ordinal; -1 for a plan of the NumPy backend, which needs no buffers.
     """
@@ -102,8 +102,8 @@ class DecodePlan(Plan):
         self._scheduled_b: int | None = None
         self._scheduled_q = 0  # packed queries of all sequences
         self._updates = _Updates()
-        self._identity = object()  # unlike `id`, never that of a later plan
-        # What decides whether the plan goes on serving a call that it has served: see `ops.call`.
+        self._identity = object()  # unlike `id`, never reused by a later plan
+        # Changes when the plan must no longer serve a cached call: see `ops.call`.
         self.state: Hashable = (self._identity, None)
 
     @property
@@ -113,12 +113,14 @@ class DecodePlan(Plan):
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel that it runs."""
+        """Name of the kernel that the plan runs."""
         return self._config.kernel.name if self._config else "numpy"
 
     @property
     def splits(self) -> Splits | None:
-        """Pieces of split requests that its calls leave; None if they leave none, or not as `Splits` says."""
+        """Pieces of split requests that the plan's calls leave unmerged; None if there are none, or not in the form of
+        `Splits`.
+        """
         config = self._config
         if not isinstance(config, (InSplits, InGroups)) or not config.combine_blocks:
             return None
@@ -133,22 +135,22 @@ class DecodePlan(Plan):
         return f"DecodePlan({limits}, {sizes}, {self.kernel}, {place}, {self.workspace_bytes} bytes)"
 
     def __reduce__(self) -> NoReturn:
-        remedy = "it owns memory on a device: make another one with plan_decode"
+        remedy = "make another plan with plan_decode: a plan owns device memory"
         raise PlanError(explain("plan", "a copy or a pickle of it", "the plan itself", remedy))
 
     def update(self, seqlens: Any, *, cu_seqlens_q: Any = None, total_q: int | None = None, stream: Any = None) -> None:
-        """Enqueue the schedule for the lengths of this step; no synchronisation, can be captured in a CUDA graph.
+        """Enqueue the schedule for the lengths of this step. Does not synchronise, and can be captured in a CUDA graph.
 
         Parameters
         ----------
         seqlens : array, (b,), int32
-            As for the calls that follow, with b <= max_b. Its values are read on the device, when the work runs.
+            As in the following calls, with b <= max_b. The values are read on the device, when the work runs.
         cu_seqlens_q : array, (b + 1,), int32, optional
-            As for the calls that follow, if the plan is for calls with one.
+            As in the following calls, if they are packed.
         total_q : int, optional
-            With `cu_seqlens_q`: the queries of the calls that follow, all of them, at most max_b * s_q.
+            With `cu_seqlens_q`: total number of queries in the following calls, at most max_b * s_q.
         stream : int or stream object, optional
-            The one of the calls that follow. Default: the caller's library's current stream.
+            Stream of the following calls. Default: the caller's library's current stream.
 
         Raises
         ------
@@ -184,7 +186,7 @@ class DecodePlan(Plan):
         self.mark_scheduled(b, total)
 
     def _check_starts(self, b: int, starts: View | None, total_q: Any) -> int:
-        """Check what a step says about queries of varying length, and return how many there are in all."""
+        """Check a step's arguments for packed queries, and return the total number of queries."""
         packed = self._problem.forms.packed
         for name, value in (("cu_seqlens_q", starts), ("total_q", total_q)):
             if (value is not None) != packed:
@@ -215,12 +217,12 @@ class DecodePlan(Plan):
         return b
 
     def mark_scheduled(self, b: int | None, total_q: int = 0) -> None:
-        """Serve calls with `b` sequences from now on, of so many packed queries."""
+        """Serve calls with `b` sequences and `total_q` packed queries from now on."""
         self._scheduled_b, self._scheduled_q = b, total_q
         self.state = (self._identity, b, total_q)
 
     def zero_tickets(self) -> None:
-        """Zero, once and for all, what clusters that share requests count on; the workspace is the plan's alone."""
+        """Zero, once, the counters of clusters that share requests; the plan alone owns the workspace."""
         assert self._config is not None
         layout = DECODE.workspace(self._config)
         first = layout.offsets["tickets"]
@@ -358,13 +360,13 @@ def plan_decode(
     max_b : int
         Largest batch.
     s_q, h_q : int
-        Query tokens and query heads, as in the calls. With `packed`, s_q is the number of query tokens that most
-        sequences have; calls have up to max_b * s_q in all.
+        Query tokens and query heads, as in the calls. With `packed`, s_q is the usual number of query tokens per
+        sequence; calls accept up to max_b * s_q in all.
     d_qk : int
         Width of the keys: 576, or 512; or 320 or 288.
     kv_format : str, optional
-        "v32", "v32-nope", "v4", "v41" or "fp8" for a cache in this FP8 format; "v32-nope", "v4" and "v41" require a
-        d_qk of 512. Default: rows of 16 bits.
+        FP8 format of the cache: "v32", "v32-nope", "v4", "v41" or "fp8"; "v32-nope", "v4" and "v41" require a d_qk of
+        512. Default: rows of 16-bit elements.
     max_pages, page_size : int
         As in the calls' `block_table` and `kv_cache`.
     dtype : str or dtype
@@ -379,20 +381,21 @@ def plan_decode(
         As in the calls; the plan does not depend on scales.
     batch_invariant : bool
         Give `out` and `lse` of a sequence the same bits whatever else is in the batch, and wherever in the batch the
-        sequence is. Every sequence is then cut alone, into pieces of `split_tokens`, each for one thread block, and the
-        workspace holds a partial result of each piece that `max_b` sequences may have. The bits depend on the sequence,
-        on the arguments of this function other than `max_b` and `max_pages`, and on the GPU's architecture.
+        sequence is. Every sequence is then split on its own into pieces of `split_tokens`, one thread block per piece,
+        and the workspace holds partial results for the most pieces that `max_b` sequences can have. The bits depend on
+        the sequence, on the arguments of this function other than `max_b` and `max_pages`, and on the GPU's
+        architecture.
     split_tokens : int
         A multiple of 64, and at least 1/256 of max_pages * page_size. Has no effect without `batch_invariant`.
     device : int or "cpu", optional
-        CUDA ordinal. Default: CuPy's current device; without a GPU, the NumPy backend. "cpu": for arrays in the host's
-        memory, which a GPU computes if there is one.
+        CUDA ordinal. Default: CuPy's current device; without a GPU, the NumPy backend. "cpu": for arrays in host
+        memory, which are computed on a GPU if there is one.
     workspace : array, uint8, or function, optional
-        Memory of the caller's for the plan, of at least `workspace_bytes`, 256-byte aligned, on `device`; or a function
-        that allocates it, `workspace(nbytes)`, called once. The NumPy backend uses neither.
+        Memory for the plan: at least `workspace_bytes` bytes, 256-byte aligned, on `device`; or a function that
+        allocates it, `workspace(nbytes)`, called once. The NumPy backend uses neither.
     kernel : str, optional
-        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits; the choice depends on `max_b`
-        and on max_pages * page_size, too: there are kernels for short sequences in small batches.
+        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits. The choice also depends on
+        `max_b` and on max_pages * page_size: some kernels serve short sequences in small batches.
 
     Returns
     -------
@@ -452,7 +455,7 @@ def plan_decode(
     config = DECODE.configure(problem, info, kernel)
     if pieces:
         if not isinstance(config, (InSplits, InGroups)):
-            expected = "a kernel that takes a schedule: clusters divide the batch by all of its lengths"
+            expected = "a kernel with a schedule: clusters divide the batch by all lengths"
             raise ArgumentError(explain("kernel", repr(kernel), expected, "leave kernel or batch_invariant out"))
         config = DECODE.in_pieces(config, pieces, info)
     load(DECODE.builds(config), info, arrays.cupy_family().current_stream(ordinal))
@@ -486,11 +489,11 @@ def examine_plan(
     split_tokens: int,
     kernel: str | None,
 ) -> tuple[DecodeProblem, Limits, Pieces | None]:
-    """Every check of a plan that needs no device: what it is for, and its pieces if it is batch-invariant."""
+    """Run every check of a plan that needs no device; returns its problem, and its pieces if it is batch-invariant."""
     sizes = {"max_b": max_b, "s_q": s_q, "h_q": h_q, "max_pages": max_pages, "page_size": page_size}
     for argument, value in sizes.items():
         if not is_integer(value) or not 1 <= value <= MAX_INT32:
-            raise ArgumentError(explain(argument, value, f"an integer of at least 1, and at most {MAX_INT32}"))
+            raise ArgumentError(explain(argument, value, f"an integer from 1 to {MAX_INT32}"))
     max_b, s_q, h_q, max_pages, page_size = map(int, sizes.values())  # of NumPy's, which overflow
     if not (is_integer(d_qk) and d_qk in VALUE_WIDTHS):
         raise ArgumentError(explain("d_qk", repr(d_qk), either([str(width) for width in VALUE_WIDTHS])))
@@ -537,7 +540,7 @@ def examine_plan(
 def _check_pieces(batch_invariant: Any, split_tokens: Any, max_b: int, max_tokens: int, groups: int) -> Pieces | None:
     """The pieces of a plan for up to `max_b` sequences of up to `max_tokens`; None if it is not batch-invariant.
 
-    `groups` are the most groups of queries that it may have: each has pieces of its own.
+    `groups` is the largest number of groups of queries; each has separate pieces.
     """
     tiles = check_pieces(
         batch_invariant, split_tokens, ("max_pages * page_size", max_tokens), (f"max_b={max_b} sequences", groups)

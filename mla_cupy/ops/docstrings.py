@@ -1,7 +1,7 @@
 """Docstrings of the bindings' functions, made at import from the docstrings of the public functions.
 
-A binding's function has no docstring of its own in the source. It gets the public function's, without the parameters
-that it lacks, with its library's word for arrays, and with the library's own remarks.
+A binding's function has no docstring in the source. It gets the public function's, without its missing parameters, with
+its library's word for arrays, and with the library's own remarks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def paragraphs(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Docstring:
-    """A docstring in sections; `about` is all that stands before "Parameters", `raises` a section's text as it is."""
+    """A docstring in sections; `about` is everything before "Parameters", `raises` the unchanged text of a section."""
 
     about: str
     parameters: tuple[Field, ...] = ()
@@ -98,16 +98,16 @@ def _fields(section: str) -> Iterable[Field]:
 
 @dataclass(frozen=True)
 class Words:
-    """Words of a binding that differ from those of the public functions.
+    """Words of a binding that differ from the public functions' words.
 
     Attributes
     ----------
     array : str
-        What its arrays are called.
+        Word for its arrays.
     others : mapping
-        Further patterns, and what takes their place.
+        Further patterns, and their replacements.
     donated : bool
-        Whether arrays for results give them their memory.
+        Whether arrays for results donate their memory.
     """
 
     array: str
@@ -115,7 +115,7 @@ class Words:
     donated: bool = False
 
 
-_DONATED = ("Whose memory the result takes over.", "Whose memory the results take over.")
+_DONATED = ("Donated: the result takes over its memory.", "Donated: the results take over their memory.")
 _NOT_HERE = (
     re.compile(r"\s*Not for JAX, whose arrays cannot be written(?:: [^.]*`[\w.]+`[^.]*)?\."),
     re.compile(r"Of the caller's library(?:\.|; )"),
@@ -129,11 +129,11 @@ class Text:
     Attributes
     ----------
     summary : str
-        In place of the public function's first line.
+        Replaces the public function's first line.
     more : str
-        After what that function says before its parameters.
+        Appended to the text before the parameters.
     parameters : mapping
-        What is added to a parameter's text, by its name, or the first of several.
+        Additions to a parameter's text, by its name, or the first of several.
     notes, examples : str
         Those sections.
     """
@@ -191,7 +191,7 @@ def _named_or_type(one: Field) -> Field:
 
 
 def in_words(one: Field, words: Words) -> Field:
-    """A field with a binding's word for arrays, and without what does not concern it."""
+    """A field with a binding's word for arrays, and without remarks for other libraries."""
     plain = text = "\n\n".join(paragraphs(one.text))
     for unfit in _NOT_HERE:
         text = unfit.sub("", text)
@@ -221,13 +221,13 @@ NO_GRADIENT_OF_HEAD_SUMS = "It has no gradient: nothing flows to the main attent
 _OBJECTIVE = {
     "indexer_sparse_objective": (
         "Compute sum(row_weights * kl) of the loss over selected keys, differentiable by indexer and weights.",
-        "The loss is that of `indexer_sparse_loss`. Its gradients by index_q, index_k and weights are made with it; "
+        "`indexer_sparse_loss` with gradients by index_q, index_k and weights, computed in the same call; "
         "the backward multiplies them by the cotangent, in the dtypes of the arrays. Everything else counts as a "
         "constant.",
     ),
     "indexer_warmup_objective": (
         "Compute sum(row_weights * kl) of the warm-up loss, differentiable by indexer and weights.",
-        "The loss is that of `indexer_warmup_loss`. Its gradients by index_q, index_k and weights are made with it: "
+        "`indexer_warmup_loss` with gradients by index_q, index_k and weights, computed in the same call: "
         "its larger part, the scores of the main attention, is not repeated. The backward multiplies them by the "
         "cotangent, in the dtypes of the arrays. Everything else counts as a constant.",
     ),

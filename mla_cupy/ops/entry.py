@@ -17,13 +17,13 @@ class Plan:
     Attributes
     ----------
     address : int
-        Where the workspace begins.
+        Address of the workspace.
     device : int
-        Where it is, or HOST.
+        Its CUDA ordinal, or HOST.
     state : hashable
-        Changes whenever calls that the plan served may no longer be served.
+        Changes whenever the plan must no longer serve cached calls.
     operation : str
-        Whose calls it serves.
+        Name of the operation that it serves.
     """
 
     operation: str
@@ -43,7 +43,7 @@ class Request(Call):
     Attributes
     ----------
     views : dict
-        All arrays, with the axes of the record; outputs that were not given are contiguous and at address 0.
+        All arrays, with the operation's axes; missing outputs are contiguous and at address 0.
     options : named tuple
         Every default is resolved.
     planned : bool
@@ -67,42 +67,42 @@ class Request(Call):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A kind of calls: everything that they have in common, checked and prepared once.
+    """A kind of call: everything that its calls share, checked and prepared once.
 
     Attributes
     ----------
     options, kinds, state
-        The options of its calls, their types, and the state of their plan, or else whether a workspace is lent.
-        Types are compared, too, since True == 1 == 1.0.
+        The options of its calls, their types, and the state of their plan, or else whether a workspace is passed. Types
+        are compared, too, since True == 1 == 1.0.
     native : Native
         The library of the arrays.
     changed : callable
-        Picks the arrays that are written to, of the call's and the workspace.
+        Selects the written arrays among the call's arrays and the workspace.
     count_writes : callable or None
-        Counts writes to these, if there are any, and if their library does.
+        Counts writes to them, if there are any, and if their library counts.
     signature : tuple or None
-        All about the arrays, and the workspace if one is lent, but their addresses.
+        Everything about the arrays, and a caller's workspace, except their addresses.
     match : callable or None
-        A quicker way to tell that arrays have this signature.
+        A faster test that arrays have this signature.
     device : int
     prepared : Prepared
     nbytes : int
-        Size of the workspace that is needed.
+        Size of the required workspace.
     given : slice
         The outputs among the arrays.
     missing : tuple
         (index, shape, dtype) of the outputs to allocate.
     reach : tuple
-        The bytes that each array reaches from its address, after a leading None; None for those to allocate.
+        The bytes that each array spans from its address, after a leading None; None for arrays to allocate.
     written : tuple of int
-        Indices of the addresses that are written to.
+        Indices of the written arrays' addresses.
     beside : frozenset
-        Pairs of addresses that may be near each other at a certain distance: 0 for a result that is laid out as the
-        array in its place, others for rows that lie between the other's rows.
+        Pairs of addresses that may be close at a certain distance: 0 for a result that overwrites an input with the
+        same layout, others for rows that lie between the other's rows.
     apart : list of int
-        Addresses at which the arrays have been found not to overlap: those of the call before.
+        Addresses at which the arrays do not overlap, from the last call.
     known : set
-        More of these, such as each layer of a model has its own.
+        Further such addresses, such as one set per layer of a model.
     """
 
     options: tuple[Any, ...]

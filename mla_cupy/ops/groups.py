@@ -1,7 +1,7 @@
 """Arguments that only make sense together: a group is one argument of a public function.
 
-Inside the package the members of a group travel under the names of an operation's arrays and options. `flat` alone
-knows which member becomes which.
+Inside the package the members of a group are passed under the names of an operation's arrays and options. `flat` alone
+maps members to these names.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def leaves(group: Group) -> tuple[list[Any], Structure]:
 
 
 def joined(kind: type[_G], structure: Structure, children: Iterable[Any]) -> _G:
-    """Join what `leaves` has split; the leaves may be anything by now."""
+    """Join the result of `leaves`; the leaves may be anything by now."""
     names, static = structure
     return kind(**dict(zip(names, children, strict=True)), **dict(static))
 
@@ -98,17 +98,17 @@ def taken(group: Any, kind: type[Group], argument: str, names: tuple[str, ...]) 
 
 @dataclass(frozen=True, eq=False)
 class Packed(Group):
-    """Sequences that lie one after another in one array, without padding.
+    """Sequences stored one after another in one array, without padding.
 
     Attributes
     ----------
     cu_seqlens_q : array, (b + 1,), int32
-        Sequence n has the queries from cu_seqlens_q[n] to cu_seqlens_q[n + 1].
+        Sequence n owns the queries from cu_seqlens_q[n] to cu_seqlens_q[n + 1].
     cu_seqlens_kv : array, (b + 1,), int32, optional
-        The same of the keys, where these are packed, too.
+        Likewise for the keys, where these are packed, too.
     max_seqlen_q : int, optional
-        For decode: the number of queries that most sequences have. It chooses the kernel; a sequence with more queries
-        is served as well. Default: any number.
+        For decode: the usual number of queries per sequence. It chooses the kernel; sequences with more queries work as
+        well. Default: any number.
     """
 
     cu_seqlens_q: Any
@@ -131,7 +131,7 @@ class Packed(Group):
 
 @dataclass(frozen=True, eq=False)
 class LossResults(Group):
-    """Arrays that a loss of the indexer writes its results to. Those that are None are allocated.
+    """Arrays that an indexer loss writes its results to. Arrays that are None are allocated.
 
     `LossResults(*results)` reuses the arrays that an earlier call returned.
 
@@ -144,9 +144,9 @@ class LossResults(Group):
     d_weights : array, (s_q, h_i), float32
         Gradient.
     out : array, (s_q, h, d_v), bfloat16
-        Output of the attention, of `indexer_warmup_loss` with `v`; the last axis is contiguous.
+        Output of the attention, for `indexer_warmup_loss` with `v`; the last axis is contiguous.
     attention_lse : array, (s_q, h), float32
-        Log-sum-exps of the attention, of `indexer_warmup_loss` with `v`.
+        Log-sum-exps of the attention, for `indexer_warmup_loss` with `v`.
     """
 
     kl: Any = None
@@ -178,7 +178,7 @@ class LossResults(Group):
 
 @dataclass(frozen=True, eq=False)
 class OutRope(Group):
-    """RoPE undone in results, as DeepSeek-V4 does, whose values include the RoPE part of the keys.
+    """Inverse RoPE of results, as in DeepSeek-V4, where values include the RoPE part of the keys.
 
     A pair (x, y) of neighbouring columns among the last 64 becomes (x * cos + y * sin, y * cos - x * sin).
 
@@ -187,7 +187,7 @@ class OutRope(Group):
     cos, sin : array, (max_position, 32), float32
         The last axis is contiguous.
     positions : array, (b, s_q) or (total_q,), int32 or int64
-        Rows of `cos` and `sin`, one for each query; clamped to them.
+        Rows of `cos` and `sin`, one per query; clamped to the tables.
     """
 
     cos: Any
@@ -207,16 +207,16 @@ class OutRope(Group):
 
 @dataclass(frozen=True, eq=False)
 class Project(Group):
-    """W_UV behind attention: out[.., h, d] = sum_c out[.., h, c] * w_uv[h, d, c].
+    """Multiplication by W_UV after attention: out[.., h, d] = sum_c out[.., h, c] * w_uv[h, d, c].
 
     Attributes
     ----------
     w_uv : array, (h_q, d_head, 512), bfloat16 or float16
-        The values' half of kv_b_proj as it lies in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, d_nope:]`. Of the
-        dtype that `out` has without it; d_head is 64, 128, 192 or 256. A contiguous last axis; the start and the other
-        strides are multiples of 16 bytes.
+        The values' half of kv_b_proj, as stored in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, d_nope:]`. Its
+        dtype is the dtype that `out` has without it; d_head is 64, 128, 192 or 256. The last axis is contiguous; the
+        start and the other strides are multiples of 16 bytes.
     gate : array, (b, s_q, h_q, d_head), dtype of w_uv, optional
-        Its sigmoid multiplies each element of the result. Strides as for w_uv.
+        The result is multiplied by sigmoid(gate), element by element. Strides as for w_uv.
     """
 
     w_uv: Any
@@ -232,16 +232,16 @@ class Project(Group):
 
 @dataclass(frozen=True, eq=False)
 class Fp8(Group):
-    """Arithmetic and scales of FP8 queries and of a cache in the format "fp8"; the name of a cache's format.
+    """Arithmetic and scales for FP8 queries and for a cache in the format "fp8"; the name of a cache's format.
 
     Attributes
     ----------
     math : str
         "exact": convert FP8 numbers to 16 bits, then multiply. "fp8": multiply on FP8 tensor cores (Hopper, Blackwell).
-        "fp8x2": the same with the sum of two e4m3 numbers for each 16-bit element; dense decode on Hopper, more than 16
-        rows (s_q * h_q), no tree mask.
+        "fp8x2": like "fp8", but each 16-bit element becomes the sum of two e4m3 numbers; only for dense decode on
+        Hopper, more than 16 rows (s_q * h_q), no tree mask.
     q_scale : float, or array, (b, s_q, h_q) or (total_q, h_q), float32
-        Scale of queries in e4m3: one for all, or one for each row, as `mla_prepare` returns them; above 0.
+        Scale of e4m3 queries, above 0: one for all, or one per row, as `mla_prepare` returns them.
     kv_scale : float, or array, (1,), float32
         Scale of a cache in the format "fp8"; above 0. An array requires FP8 matmuls; kernels read it, so it may change
         between replays of a CUDA graph.
@@ -283,7 +283,7 @@ class Fp8(Group):
 
 @dataclass(frozen=True, eq=False)
 class Shard(Group):
-    """Context parallelism: the tokens of each sequence are dealt out in turn to `world` ranks.
+    """Context parallelism: `world` ranks share the tokens of each sequence in turn.
 
     Token j of a rank's cache is token j * world + rank of the sequence.
 

@@ -30,7 +30,7 @@ def prefill_mask(
     workspace: Any = None,
     stream: Any = None,
 ) -> Any:
-    """Make the mask with which `mla_prefill` attends to the keys that indices select, such as those of the indexer.
+    """Build the mask with which `mla_prefill` attends to selected keys, such as the indexer's selection.
 
     Bit j % 8 of mask[i, j // 8] is 1 if indices[i] has key j of query i's sequence, and 0 otherwise.
 
@@ -38,19 +38,19 @@ def prefill_mask(
     ----------
     indices : array, (s_q, topk) or (s_q, 1, topk), int32
         The keys of each query, in any order, as `indexer_select` and `indexer_topk` return them. Any topk, any strides.
-        Entries that are no key of the query's sequence are skipped, -1 being the usual mark; a key may occur more than
-        once.
+        Entries that are not keys of the query's sequence, usually -1, are skipped; a key may occur more than once.
     max_keys : int
-        The most keys that a sequence has; one sequence: s_kv. Keys that have no bit are skipped as well.
+        Largest number of keys of a sequence; s_kv for one sequence. Keys beyond the mask are skipped.
     packed : Packed, optional
-        Starts of several sequences, as for `mla_prefill`. A query of no sequence gets no key. Default: one sequence.
+        Starts of several sequences, as for `mla_prefill`. A query outside all sequences gets no key. Default: one
+        sequence.
     relative : bool
         True if indices count from the first key of the query's sequence, False if from the first of all keys. Pass the
-        same as to `indexer_select` or `indexer_topk`.
+        same value to `indexer_select` or `indexer_topk`.
     mask : array, (s_q, mask_bytes), uint8, optional
-        Where the result goes; rows start at, and step by, multiples of 16 bytes.
+        Memory for the result; rows start at, and step by, multiples of 16 bytes.
     workspace : array, (n,), uint8, optional
-        As for the other operations; `workspace_bytes(prefill_mask, ...)` is 0.
+        Unused: `workspace_bytes(prefill_mask, ...)` is 0.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -66,8 +66,8 @@ def prefill_mask(
 
     Notes
     -----
-    The result is a function of the arguments, bit by bit. Without `packed` keys are those below 8 * mask_bytes;
-    `mla_prefill` does not look at keys that it does not have.
+    Exact, and the same from run to run. Without `packed`, indices up to 8 * mask_bytes count as keys; `mla_prefill`
+    ignores mask bits beyond its keys.
 
     Examples
     --------

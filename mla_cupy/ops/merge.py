@@ -42,9 +42,9 @@ def merge_states(
     out : array, (b, s_q, h_q, d), optional
         Memory for the result; the last axis is contiguous.
     lse : array, (b, h_q, s_q), float32, optional
-        Memory for its log-sum-exp; any strides.
+        Memory for the merged log-sum-exp; any strides.
     workspace : array, (n,), uint8, optional
-        As for the other operations; `workspace_bytes(merge_states, ...)` is 0.
+        Unused: `workspace_bytes(merge_states, ...)` is 0.
     out_dtype : str or dtype, optional
         A 16-bit dtype or "float32". Default: the dtype of `out`, or of `outs`.
     stream : int or stream object, optional

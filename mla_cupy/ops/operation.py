@@ -44,25 +44,25 @@ class Input:
     ----------
     name : str
     axes : str
-        Their names, with spaces between: equal names are equal sizes. One that ends in "?" may be missing, and is then
-        of size 1; "1?" may be there, and is left out of the view: after a "page_size", or before it. "x*y" is the
-        product of two axes of arrays before.
+        Names of the axes, separated by spaces: equal names are equal sizes. A name that ends in "?" may be missing, and
+        then has size 1; "1?" may be present, after a "page_size" or before it, and is left out of the view. "x*y" is
+        the product of two axes of earlier arrays.
     dtypes : tuple of str
-        The dtypes that it may have; "=q" means the dtype of q.
+        The allowed dtypes; "=q" means the dtype of q.
     optional : bool
         Whether it may be None.
     contiguous : bool
-        Whether its last axis must be.
+        Whether its last axis must be contiguous.
     written : bool
-        Whether the operation writes to parts of it, as to a cache. The oracle then writes to the array that it gets.
+        Whether the operation writes to parts of it, like a cache. The oracle then writes to its argument.
     scratch : bool
-        Whether it is memory to work in, which is neither read nor a result.
+        Whether it is scratch memory, neither read nor a result.
     even : bool
-        Whether the first two axes step evenly, so that they can be taken as one.
+        Whether the first two axes must step evenly, so that they can be treated as one.
     wide : bool
-        Whether it starts at, and steps by, multiples of 16 bytes, with a contiguous last axis.
+        Whether it must start at, and step by, multiples of 16 bytes, with a contiguous last axis.
     packed : str
-        Its axes where the input `cu_seqlens_q` is given, if they are others then.
+        Its axes with the input `cu_seqlens_q`, if they differ.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Input:
 
 
 def like_first_or_float32(first: str) -> tuple[str, ...]:
-    """The dtypes of most results: that of the first input, or float32."""
+    """Dtypes of most results: the first input's, or float32."""
     return (first, "float32") if first != "float32" else (first,)
 
 
@@ -88,12 +88,12 @@ def like_queries_or_float32(first: str) -> tuple[str, ...]:
 
 
 def like_first_or_wider(first: str) -> tuple[str, ...]:
-    """The dtypes of results: that of the first input, or float32; of e4m3 codes bfloat16, float16 or float32."""
+    """Dtypes of results: the first input's, or float32; for e4m3 codes bfloat16, float16 or float32."""
     return FLOATS if first in BYTE_DTYPES else like_first_or_float32(first)
 
 
 def only_like_first(first: str) -> tuple[str, ...]:
-    """The dtype of results that are never anything but that of the first input."""
+    """Dtype of results that always have the first input's dtype."""
     return (first,)
 
 
@@ -109,38 +109,38 @@ def only_int32(first: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Output:
-    """An array that an operation writes. The caller may give it; else it is allocated.
+    """An array that an operation writes. The caller may pass it; else it is allocated.
 
     Attributes
     ----------
     name : str
     axes : str
-        As of an input; the sizes are those of the inputs. "x*y" is the product of two of them. One that ends in "?" is
-        left out if its size is 0.
+        As for an input, with the inputs' sizes. "x*y" is the product of two of them. A name that ends in "?" is left
+        out if its size is 0.
     dtypes : callable
-        `dtypes(first)`: what it may be, the default first, if the first input, or `dtype_of`, is of dtype `first`.
+        `dtypes(first)`: the allowed dtypes, the default first, if the first input, or `dtype_of`, has dtype `first`.
     dtype_option : str
-        The option that chooses the dtype, if there is one.
+        The option that selects the dtype, if any.
     layout : str
         "wide" starts at, and steps by, multiples of 16 bytes; "rows" has a contiguous last axis; "any" is free.
     wide_with : str
-        An optional input with which its layout is "wide".
+        An optional input that makes its layout "wide".
     like : str
-        An input whose shape, with the axes that may be missing, it has.
+        An input with the same shape, optional axes included.
     needs : str
-        An optional input without which there is no such result.
+        An optional input that this result requires.
     even : bool
-        Whether the first two axes step evenly, so that they can be taken as one.
+        Whether the first two axes must step evenly, so that they can be treated as one.
     when : str
-        An option that must be true, or there is no such result.
+        An option that must be true for this result.
     may_be : str
-        An input in whose place it may be: the same memory, laid out alike.
+        An input that it may overwrite: the same memory and layout.
     dtype_of : str
-        The input whose dtype says what it may be, where that is not the first one.
+        The input that determines its dtype, where that is not the first one.
     coded : str
-        An option that, if true, makes its elements e4m3 codes, in bytes by default.
+        An option that makes its elements e4m3 codes, in bytes by default.
     packed : str
-        As of an input.
+        As for an input.
     """
 
     name: str
@@ -173,9 +173,9 @@ class Examined(NamedTuple):
     problem : hashable
         For the pipeline's `configure`.
     options : named tuple
-        Those of the caller with every default resolved: for the pipeline's `steps`, and by their names for the oracle.
+        The caller's options with every default resolved: for the pipeline's `steps`, and by their names for the oracle.
     sizes : mapping
-        Of axes that only outputs have, by name.
+        Sizes of axes that only outputs have, by name.
     """
 
     problem: Any
@@ -188,7 +188,7 @@ class NoOptions(NamedTuple):
 
 
 def check_nothing(arrays: Arrays, options: Any) -> None:
-    """Stands for the check of values of an operation that has none."""
+    """Placeholder for operations without a check of values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,38 +198,38 @@ class Operation:
     Attributes
     ----------
     name : str
-        Of the public function, and of the oracle's.
+        Name of the public function, and of the oracle's.
     inputs, outputs : tuple
     sizes : mapping
-        The sizes that an axis may have, where not any.
+        Allowed sizes of an axis, if limited.
     min_sizes : mapping
-        The smallest size of an axis, where not 0.
+        Smallest size of an axis, if not 0.
     options : named tuple class
-        The other arguments of the public function by name, in its order: what the caller gives, then what is resolved.
+        The other arguments of the public function by name, in its order: as passed, then as resolved.
     examine : callable
-        `examine(views, options)`: checks everything that axes and dtypes do not say, on the caller's options.
+        `examine(views, options)`: checks everything beyond axes and dtypes, on the caller's options.
     pipeline : Pipeline
     on_pages : bool
-        Whether it works on a paged cache of records.
+        Whether it works on a paged cache in an FP8 format.
     internal : bool
-        Whether it is for the package alone: neither public nor part of the bindings.
+        Whether it is internal: neither public nor part of the bindings.
     derivative : str
-        What the bindings do where derivatives of its results are wanted: they raise ("none"), make gradients in reverse
-        mode ("reverse"), or take the results for constants ("constant").
+        The bindings' reaction to derivatives of its results: they raise ("none"), compute gradients in reverse mode
+        ("reverse"), or treat the results as constants ("constant").
     parallel : mapping of str to tuple of str
-        Axes along which a call consists of independent ones, so that devices may divide it; with those that are divided
-        in proportion. One of these that ends in "?" stays whole where its size is 1, and all parts read it. A result
-        without the axis is the sum of what the parts have for it.
+        Axes along which a call consists of independent calls, so that devices may divide it, each with the axes that
+        are divided in proportion. Of these, a name that ends in "?" stays whole if its size is 1, and all parts read
+        it. A result without the axis is the sum over the parts.
     widths : str
-        Which sizes go together, where single ones in `sizes` do not say it: for errors.
+        Valid combinations of sizes, for errors, if `sizes` alone is not enough.
     check_values : callable
-        `check_values(arrays, examined)`: looks at copies of the inputs, in `checking`.
+        `check_values(arrays, examined)`: checks copies of the inputs, in `checking`.
     keys : mapping of str to callable
-        Options that are lists or mappings, and what makes them hashable, so that a repeated call is recognised.
+        Options that are lists or mappings -> function that makes them hashable, so that a repeated call is recognised.
     groups : mapping of str to group class
         Parameters of the public function that are groups.
     returns : named tuple class or None
-        What the public function returns if it has several outputs; None for a tuple.
+        Return type of the public function if it has several outputs; None for a tuple.
     """
 
     name: str
@@ -288,7 +288,7 @@ class Operation:
 
     @functools.cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """The public function's parameters, those of groups in place of the groups."""
+        """The public function's parameters; a group's members replace the group."""
         found: dict[str, inspect.Parameter] = {}
         for name, parameter in inspect.signature(self.function).parameters.items():
             for member in self.members(name):
@@ -317,12 +317,12 @@ class Operation:
 
     @property
     def result_groups(self) -> tuple[str, ...]:
-        """The groups whose members are all outputs."""
+        """The groups of outputs alone."""
         outputs = {output.name for output in self.outputs}
         return tuple(group for group in self.groups if outputs.issuperset(self.members(group)))
 
     def flattened(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the public function with the members of groups in place of the groups."""
+        """Arguments of the public function, with the members of groups instead of the groups."""
         flat = {name: value for name, value in arguments.items() if name not in self.groups}
         for name in self.groups.keys() & arguments.keys():
             members = self.members(name)
@@ -364,7 +364,7 @@ class Operation:
         return self.options(**self._completed({name: self.defaults[name] for name in self.options._fields}, options))
 
     def _completed(self, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments with defaults for those that are not given; TypeError for an unknown or a missing one."""
+        """Arguments with defaults for missing ones; TypeError for an unknown or a required one."""
         if unknown := given.keys() - defaults.keys():
             raise TypeError(f"{self.name}() got an unexpected keyword argument {min(unknown)!r}")
         completed = {**defaults, **given}
@@ -374,7 +374,7 @@ class Operation:
         return completed
 
     def check_kernel(self, kernel: Any) -> None:
-        """Raise ArgumentError unless it is the name of a kernel that the caller may choose, or None."""
+        """Raise ArgumentError unless it names a kernel that the caller may choose, or is None."""
         check_kernel(self.pipeline.kernels, kernel)
 
     def configure(self, call: Call, problem: Any, kernel: str | None, device: DeviceInfo) -> Any:

@@ -1,4 +1,4 @@
-"""Arrays that share memory: what is written must overlap neither itself nor anything else."""
+"""Arrays that share memory: a written array must overlap neither itself nor any other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_apart(
     """
     for name in written:
         if name in views and _overlaps_itself(views[name]):
-            remedy = "pass an array of its own for each result"
+            remedy = "pass a separate array for each result"
             got = f"{views[name].strides} for {views[name].shape}"
             raise ShapeError(explain(f"{name}.strides", got, "elements that do not overlap each other", remedy))
     for (name, view), (other, theirs) in combinations(views.items(), 2):
@@ -42,12 +42,12 @@ def check_apart(
             if in_place.get(other) == name and view == theirs:
                 continue
             result, array = (name, other) if name in written else (other, name)
-            remedy = "pass memory of its own for each result"
+            remedy = "pass separate memory for each result"
             raise ShapeError(explain(result, f"memory that overlaps {array}", "memory of its own", remedy))
 
 
 def spans(views: Sequence[View | None]) -> tuple[Span | None, ...]:
-    """The bytes that arrays reach, relative to their addresses; None for those that are not there or empty."""
+    """The bytes that arrays span, relative to their addresses; None for absent or empty ones."""
     found = [None if view is None else view.span(TABLE[view.dtype].nbytes) for view in views]
     return tuple(None if span is None or span[0] == span[1] else span for span in found)
 
@@ -57,7 +57,7 @@ def clearly_apart(
 ) -> bool:
     """True if no array of `written` (indices) comes near another one. Quick; False proves nothing.
 
-    Pairs of `beside` may.
+    Pairs in `beside` may overlap.
     """
     present = [(at, addresses[at] + span[0], addresses[at] + span[1]) for at, span in enumerate(reach) if span]
     for index in written:

@@ -37,41 +37,42 @@ def mla_prefill_backward(
     kernel: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """Gradients of `mla_prefill` with respect to queries, keys and values.
+    """Compute the gradients of `mla_prefill` with respect to queries, keys and values.
 
     With P = exp(scale * q . k - lse), dP = dout . v, delta = sum(out * dout) - dlse and dS = scale * P * (dP - delta):
 
     dq = dS k,   dk = dS^T q,   dv = P^T dout
 
-    summed over the query heads of a KV head, and the keys' last columns over the heads that share them.
+    summed over the query heads of a KV head; the keys' last columns also over the heads that share them.
 
     Parameters
     ----------
     q, k, v, q_rope, k_rope, packed, causal, scale
         As for the forward.
     out : array, (s_q, h_q, d_v), dtype of q or float32
-        As the forward returned it. With `lse`, it may be that of attention to more keys than these, such as the merged
-        result of all chunks: then these are the gradients of this chunk's keys and values, and its part of dq.
+        As the forward returned it. `out` and `lse` may also belong to attention over more keys than these, such as the
+        merged result of all chunks: the results are then the gradients of this chunk's keys and values, and its share
+        of dq.
     dout : array, (s_q, h_q, d_v), dtype of q
         Gradient with respect to `out`. The last axes of both are contiguous.
     lse : array, (s_q, h_q), float32
-        As the forward returned it, or merged. Both infinities mark a query without a key: it has no gradient, and
-        contributes none. Nor does one whose lse is 1.2e7 or more in magnitude: float32 no longer tells its weights
-        there.
+        As the forward returned it, or merged. Both infinities mark a query without a key: it has no gradient and
+        contributes none. The same holds for a query with an lse of 1.2e7 or more in magnitude: float32 no longer
+        resolves its weights.
     dlse : array, (s_q, h_q), float32, optional
-        Gradient with respect to `lse`, as for a loss of its own or for a merge outside.
+        Gradient with respect to `lse`, for a loss on `lse` or for a merge outside.
     deterministic : bool
         Make all results bitwise reproducible: see the notes.
     dq : array, shape and dtype of q, optional
-        Where the gradient goes: a contiguous last axis, other steps of multiples of 16 bytes. Not for JAX, whose arrays
-        cannot be written.
+        Memory for the gradient: a contiguous last axis, other strides in multiples of 16 bytes. Not for JAX, whose
+        arrays cannot be written.
     dk, dv, dq_rope, dk_rope : array, shapes of k, v, q_rope and k_rope, dtype of q, optional
-        The same for these. `dk` and `dv` may be views of one array, such as the gradient of a projection's
-        (s_kv, h_kv, 128 + 128).
+        Likewise for these. `dk` and `dv` may be views of one array, such as the gradient of a projection's (s_kv, h_kv,
+        128 + 128).
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(mla_prefill_backward, ...)` bytes.
     kernel : str, optional
-        Name of the kernel that makes the gradients of keys, see `mla-cupy list`. Default: the fastest that fits.
+        Name of the kernel for the gradients of keys, see `mla-cupy list`. Default: the fastest that fits.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -82,7 +83,7 @@ def mla_prefill_backward(
     dk, dv : array, shapes of k and v
         0 for a key that no query sees.
     dq_rope, dk_rope : array, shapes of q_rope and k_rope, or None
-        None where these are not given.
+        None without `q_rope` or `k_rope`.
 
     Raises
     ------
@@ -99,18 +100,18 @@ def mla_prefill_backward(
     gradients, whatever they contain. If `lse` is infinite for a query that sees keys, its q and dout must be finite.
 
     `dk`, `dv` and, per head, `dk_rope` are the same in every run. `dq` and a `dk_rope` that heads share are accumulated
-    in float32, in an order that varies, so their last bits may differ from run to run before they are rounded. With
-    `deterministic=True` they are summed in one order, which takes 1.38 times the FLOPs for (192, 128), but neither
-    atomic additions nor sums of dq in memory. The plain kernel is always deterministic.
+    in float32, in an order that varies, so their last bits may differ from run to run before they are rounded.
+    `deterministic=True` sums them in one order: 1.38 times the FLOPs for (192, 128), but neither atomic additions nor
+    sums of dq in memory. The CUDA-core fallback is always deterministic.
 
-    On Hopper, P and dS / scale are rounded to the dtype of q for the products. In float16 what is below 3e-8 becomes 0,
-    and a dS / scale above 65,504 becomes infinite: scale the loss, or use bfloat16. The plain kernel computes in
-    float32.
+    On Hopper, P and dS / scale are rounded to the dtype of q for the products. In float16 magnitudes below 3e-8 become
+    0, and a dS / scale above 65,504 becomes infinite: scale the loss, or use bfloat16. The CUDA-core fallback computes
+    in float32.
 
-    Workspace: rows, of 8 bytes per head, for each query and up to 15 more per sequence, and 128; to each row 4 * d_qk
-    bytes per head more if not deterministic; for a shared dk_rope 256 bytes per key, or 256 * h_kv if deterministic;
-    and the lists of the forward, for keys, too. A call takes 2 * h_q * (3 * d_qk + 2 * d_v) FLOPs for each query and
-    key that it sees.
+    Workspace: 8 bytes per head and row, with a row per query, up to 15 more per sequence, and 128; 4 * d_qk bytes more
+    per head and row if not deterministic; for a shared dk_rope 256 bytes per key, or 256 * h_kv if deterministic; and
+    the forward's tile lists, for queries and keys. A call takes 2 * h_q * (3 * d_qk + 2 * d_v) FLOPs per query and key
+    that it sees.
 
     Examples
     --------

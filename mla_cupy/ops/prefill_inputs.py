@@ -25,7 +25,7 @@ ROPES = (
     Input("q_rope", "s_q h_q d_rope", ("=q",), optional=True, contiguous=True),
     Input("k_rope", "s_kv h_rope? d_rope", ("=q",), optional=True, contiguous=True),
 )
-"""The last columns of queries and keys, where they are arrays of their own."""
+"""The last columns of queries and keys, as optional separate arrays."""
 _WIDTHS_QK = tuple(dict.fromkeys(width for d_qk, _ in GEOMETRIES for width in (d_qk - D_ROPE, d_qk)))
 _WIDTHS_V = tuple(dict.fromkeys(d_v for _, d_v in GEOMETRIES))
 SIZES = {"d_q": _WIDTHS_QK, "d_k": _WIDTHS_QK, "d_v": _WIDTHS_V, "d_rope": (D_ROPE,)}
@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
 
 
 def check_sizes(views: Views) -> Sizes:
-    """Check the sizes of queries, keys and values against each other, and that the starts are all there or none.
+    """Check the sizes of queries, keys and values against each other, and that either all starts are passed or none.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Search for sequences of a batch that share a prefix worth a call of its own."""
+"""Search for sequences of a batch with a shared prefix that is worth a separate call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = npt.NDArray[np.integer[Any]]
 _THRESHOLDS = 16
 """Number of lengths of shared prefixes that are tried as the shortest of a group."""
 
-# What the model counts with, in microseconds of an H200. See docs/guides/paged-cache.md for where they are from.
+# Costs of the model, in microseconds on an H200. docs/guides/paged-cache.md has the measurements.
 _TILE_US = 1.6
 """A tile of 64 tokens for 64 query rows."""
 _SMALL_TILE_US, _SMALL_ROW_US = 1.0, 0.018
@@ -31,7 +31,7 @@ _ASSUMED_SMS = 132
 
 
 class PrefixGroup(NamedTuple):
-    """Sequences [first, first + sequences) of a batch, whose first `pages` pages are the same."""
+    """Sequences [first, first + sequences) of a batch that share their first `pages` pages."""
 
     first: int
     sequences: int
@@ -48,7 +48,7 @@ def shared_prefixes(
     always: bool = False,
     device: int | None = None,
 ) -> tuple[PrefixGroup, ...]:
-    """Find the neighbours in a batch whose prefixes are worth a call of their own.
+    """Find neighbours in a batch with shared prefixes that are worth a separate call.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def shared_prefixes(
     Returns
     -------
     tuple of PrefixGroup
-        Disjoint, in the order of the batch; empty if there is nothing to gain.
+        Disjoint, in the order of the batch; empty if no group pays off.
 
     Raises
     ------
@@ -75,8 +75,8 @@ def shared_prefixes(
 
     Notes
     -----
-    Only whole pages that every query token sees count. Where a few neighbours share more than all do, the groups are
-    those that save the most, each with one prefix.
+    Only whole pages that every query token sees count. Where some neighbours share more pages than all of them do, the
+    groups with the largest savings are chosen, each with one prefix.
 
     Examples
     --------
@@ -134,7 +134,7 @@ def _common_pages(table: Array, limits: Array) -> Array:
 
 
 def _runs(common: Array, least: int) -> list[PrefixGroup]:
-    """The longest runs of neighbours that share at least so many pages, and what all of a run share."""
+    """The longest runs of neighbours that share at least `least` pages, and the pages that a whole run shares."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], (common >= least).astype(int), [0]])))
     return [
         PrefixGroup(int(first), int(end - first) + 1, int(common[first:end].min()))
@@ -143,7 +143,7 @@ def _runs(common: Array, least: int) -> list[PrefixGroup]:
 
 
 def _saved_us(group: PrefixGroup, rows: int, page_size: int, sms: int) -> float:
-    """Time that a call gains, by the model, if the group's prefix has one of its own."""
+    """Time that a separate call for the group's prefix saves, by the model."""
     tiles = group.pages * page_size / TILE_TOKENS / sms
     blocks = -(-rows // TILE_TOKENS)
     alone = _SMALL_TILE_US + _SMALL_ROW_US * rows if rows <= _SMALL_ROWS else _TILE_US * blocks
@@ -152,7 +152,7 @@ def _saved_us(group: PrefixGroup, rows: int, page_size: int, sms: int) -> float:
 
 
 def check_groups(groups: Any, b: int, max_pages: int) -> tuple[PrefixGroup, ...]:
-    """Check that groups are disjoint, in the order of a batch, and have so many pages at most.
+    """Check that groups are disjoint, in the order of a batch, and have at most `max_pages` pages.
 
     Raises
     ------

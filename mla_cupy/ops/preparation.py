@@ -44,52 +44,53 @@ def mla_prepare(
     rope_out: Any = None,
     stream: Any = None,
 ) -> tuple[Any, Any, Any]:
-    """Make queries and keys ready for decode, in one launch: RoPE of both, queries in e4m3, tokens in the cache.
+    """Prepare queries and keys for decode in one launch: RoPE for both, queries in e4m3, tokens into the cache.
 
-    Each part is optional; `cache_append` is the form for keys alone. With `w_uk` the launch is that of `absorb`, too.
+    Each part is optional. For keys alone use `cache_append`. With `w_uk` the launch also does the work of `absorb`.
 
     Parameters
     ----------
     q : array, (n, h, d), bfloat16 or float16
-        Queries, whose last 64 columns are their RoPE part: d is 576, 512, 192 or 64. With `q_rope` those without it: d
-        is 512, 448 or 128. The last axis is contiguous; other strides are free (multiples of 16 bytes are fastest).
+        Queries with the RoPE part in their last 64 columns: d is 576, 512, 192 or 64. With `q_rope`, queries without
+        that part: d is 512, 448 or 128. The last axis is contiguous; other strides are free (multiples of 16 bytes are
+        fastest).
     latent : array, (n, d_latent), dtype of q, optional
-        The tokens' latent part, as for `cache_append`; with `cache` and `slots`.
+        The tokens' latent part, as for `cache_append`; requires `cache` and `slots`.
     rope : array, (n, 64), dtype of q, optional
-        Their RoPE part, before RoPE; with a cache, or with `return_rope`.
+        The tokens' RoPE part, before RoPE; requires a cache or `return_rope`.
     cache : array, (num_pages, page_size, width), optional
         As for `cache_append`. It is changed in place.
     slots : array, (n,), int32 or int64, optional
-        As for `cache_append`: a token whose slot is outside of the cache is skipped.
+        As for `cache_append`: slots outside the cache are skipped.
     q_rope : array, (n, h, 64), dtype of q, optional
-        The queries' RoPE part where it lies elsewhere, as beside absorbed queries.
+        The queries' RoPE part where it is a separate array, such as next to absorbed queries.
     w_uk : array, (h, d_nope, 512), dtype of q, optional
-        The keys' half of kv_b_proj, as for `absorb`: the queries without their RoPE part are multiplied by it. Then d
-        is d_nope + 64, or with `q_rope` d_nope, of 64, 128, 192 or 256; q, w_uk, q_rope and out start at, and step by,
-        multiples of 16 bytes; and queries stay in 16 bits.
+        The keys' half of kv_b_proj, as for `absorb`; it multiplies the queries' part without RoPE. d is then d_nope +
+        64, or d_nope with `q_rope`, where d_nope is 64, 128, 192 or 256; q, w_uk, q_rope and out start at, and step by,
+        multiples of 16 bytes. Excludes `quantise`.
     cos, sin : array, (max_position, 32), float32, optional
         As for `cache_append`, for q and `rope`. The last axis is contiguous.
     positions : array, (n,), int32 or int64, optional
-        Of the tokens: rows of cos and sin, clamped to them, or any integers with `theta`. Without them nothing turns.
+        Positions of the tokens: rows of cos and sin, clamped to the tables, or any integers with `theta`. Without them
+        RoPE is not applied.
     theta : float, optional
-        Base of RoPE, at least 1, in place of cos and sin: pair i turns by position * theta**(-i / 32).
+        Base of RoPE, at least 1; replaces cos and sin: pair i turns by position * theta**(-i / 32).
     interleaved : bool
         Pairs that RoPE turns: elements (2i, 2i + 1), as in DeepSeek's models, or, if False, (i, i + 32).
     quantise : bool
         Make `out` e4m3 codes of the 16-bit result.
     q_scale : float, optional
-        Scale of all codes, as `mla_decode` takes it. Default: each row has its own.
+        Scale of all codes, for `mla_decode`'s `Fp8.q_scale`. Default: one scale per row.
     return_rope : bool
         Return the turned RoPE part of the tokens, too.
     kv_format, scales, kv_scale
         As for `cache_append`.
     out : array, (n, h, d) or (n, h, d + 64), or (n, h, 576) with w_uk, dtype of q; or uint8 or float8_e4m3fn, optional
-        Where the queries go. It may be `q` itself, of which only the RoPE part is then touched. The last axis is
-        contiguous.
+        Memory for the queries. It may be `q` itself; then only the RoPE part is written. The last axis is contiguous.
     q_scales : array, (n, h), float32, optional
-        Where the scales go.
+        Memory for the scales.
     rope_out : array, (n, 64), dtype of q, optional
-        Where the RoPE part of the tokens goes; it may be `rope` itself. The last axis is contiguous.
+        Memory for the RoPE part of the tokens; it may be `rope` itself. The last axis is contiguous.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -98,7 +99,7 @@ def mla_prepare(
     out : array, (n, h, d) or (n, h, d + 64), or (n, h, 576) with w_uk
         Queries for `mla_decode`: with `quantise` uint8, the bits of e4m3.
     q_scales : array, (n, h), float32, or None
-        With `quantise`: what each row's codes are to be multiplied by.
+        Factors of each row's codes, with `quantise`.
     rope_out : array, (n, 64), or None
         With `return_rope`.
 
@@ -109,19 +110,19 @@ def mla_prepare(
 
     Notes
     -----
-    RoPE is computed in float32, with a rounding after each operation, and rounded to 16 bits once. A row's own scale is
-    that of `mla_decode` with Fp8("fp8"): the smallest power of two, of at least 2^-100, that brings the largest
-    magnitude to 448 or below; so the codes are those that decode would make of the 16-bit result, ties to even. A row
-    with NaN or infinity is NaN, and so is its scale. With `q_scale` NaN stays where it is, and what is larger than 448
-    of its units saturates.
+    RoPE is computed in float32, with a rounding after each operation, and rounded to 16 bits once. A row's own scale
+    equals `mla_decode`'s with Fp8("fp8"): the smallest power of two, at least 2^-100, that brings the largest magnitude
+    to 448 or below. The codes therefore equal the codes that decode makes of the 16-bit result, ties to even. A row
+    with NaN or infinity is NaN, and so is its scale. With `q_scale` NaN stays in its element, and magnitudes above 448
+    * q_scale saturate.
 
-    Products with `w_uk` are added in float32, as by `absorb`, with the same bits. With many tokens a matrix product of
-    your own is faster: "Around attention" in the documentation says from how many on.
+    Products with `w_uk` are added in float32, with the same bits as in `absorb`. With many tokens a separate matrix
+    product is faster: "Around attention" in the documentation has the threshold.
 
-    With tables results do not depend on the GPU, but for those products, and equal `mla_cupy.reference.mla_prepare`
-    byte by byte. Angles by `theta` are right to 2^-24 turns for positions of 31 bits, and cos and sin to 2^-21; those
-    of tables that were made of a float32 product of position and frequency differ by up to 2^-23 of the angle, which is
-    more. NumPy arrays are computed by a GPU if there is one, which copies the cache there and back, else by the oracle.
+    With tables, results except these products do not depend on the GPU and equal `mla_cupy.reference.mla_prepare` byte
+    by byte. With `theta`, angles are right to 2^-24 turns for positions of 31 bits, and cos and sin to 2^-21; tables
+    made of a float32 product of position and frequency are off by up to 2^-23 of the angle, which is more. NumPy arrays
+    are computed on a GPU if there is one, which copies the cache there and back, else by the oracle.
 
     Examples
     --------
@@ -165,7 +166,7 @@ def _examine(views: Views, given: MlaPrepareOptions) -> Examined:
 
 
 def _check_absorbed(views: Views, d_nope: int, given: MlaPrepareOptions) -> None:
-    """Check the width of queries before W_UK, of which d_nope columns are no RoPE part, and where they lie."""
+    """Check the width of queries before W_UK, with d_nope columns before the RoPE part, and their alignment."""
     own = views["q_rope"] is None
     if d_nope not in D_HEADS:
         allowed = " or ".join(str(width + own * D_ROPE) for width in sorted(D_HEADS))
@@ -175,7 +176,11 @@ def _check_absorbed(views: Views, d_nope: int, given: MlaPrepareOptions) -> None
     if w_uk.shape[1] != d_nope:
         raise ShapeError(explain("w_uk.shape[1]", w_uk.shape[1], f"{d_nope}, as q has beside its RoPE part"))
     if given.quantise:
-        raise ArgumentError(explain("quantise", True, "False with w_uk", "absorbed queries stay in 16 bits"))
+        raise ArgumentError(
+            explain(
+                "quantise", True, "False with w_uk", "quantise in a separate call: absorbed queries stay in 16 bits"
+            )
+        )
     for name in ("q", "q_rope"):
         if (view := views[name]) is not None:
             check_wide(name, view)
@@ -185,16 +190,16 @@ def _check_angles(views: Views, options: MlaPrepareOptions) -> None:
     """Check that positions come with tables or a base, and nothing of these without positions."""
     tables = check_all_or_none(views, "cos", "sin")
     if views["positions"] is None and (tables or options.theta is not None):
-        raise ArgumentError(explain("positions", None, "an array", "cos and sin, or theta, turn by positions"))
+        raise ArgumentError(explain("positions", None, "an array", "pass positions with cos/sin or theta"))
     if views["positions"] is not None and tables == (options.theta is not None):
         got = "both cos and theta" if tables else "neither cos nor theta"
-        raise ArgumentError(explain("theta", got, "cos and sin, or theta", "give one of them with positions"))
+        raise ArgumentError(explain("theta", got, "cos and sin, or theta", "pass one of them with positions"))
     if tables:
         check_pairs(views, D_ROPE)
 
 
 def _with_record(views: Views, options: MlaPrepareOptions) -> MlaPrepareOptions:
-    """The options with those of the record resolved."""
+    """The options, with the format's options resolved."""
     if options.return_rope and views["rope"] is None:
         raise ArgumentError(explain("rope", None, "an array with return_rope"))
     if check_all_or_none(views, "latent", "cache", "slots"):
@@ -209,7 +214,7 @@ def _with_record(views: Views, options: MlaPrepareOptions) -> MlaPrepareOptions:
     if kv_scale != 1:
         raise ArgumentError(explain("kv_scale", kv_scale, "1 without a cache"))
     if views["rope"] is not None and not options.return_rope:
-        remedy = "give latent, cache and slots, or set return_rope"
+        remedy = "pass latent, cache and slots, or return_rope=True"
         raise ArgumentError(explain("rope", "an array", "None without a cache", remedy))
     return options._replace(kv_scale=kv_scale)
 

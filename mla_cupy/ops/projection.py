@@ -31,21 +31,21 @@ GATE = Input("gate", "b s_q h_q d_head", HALF, optional=True, wide=True)
 def absorb(
     q_nope: Any, w_uk: Any, *, q_rope: Any = None, out: Any = None, workspace: Any = None, stream: Any = None
 ) -> Any:
-    """Multiply queries by W_UK, to the absorbed queries that decode takes: q[t, h] = q_nope[t, h] w_uk[h].
+    """Multiply queries by W_UK, which gives decode's absorbed queries: q[t, h] = q_nope[t, h] w_uk[h].
 
     Parameters
     ----------
     q_nope : array, (t, h_q, d_nope), bfloat16 or float16
-        The part of the queries without RoPE; d_nope is 64, 128, 192 or 256. A contiguous last axis, a start and other
-        strides that are multiples of 16 bytes: columns of whole queries are such an array.
+        The part of the queries without RoPE; d_nope is 64, 128, 192 or 256. The last axis is contiguous; the start and
+        the other strides are multiples of 16 bytes. The first columns of whole queries qualify.
     w_uk : array, (h_q, d_nope, 512), dtype of q_nope
-        The keys' half of kv_b_proj, as it lies in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, :d_nope]`. Strides
-        as for q_nope.
+        The keys' half of kv_b_proj, as stored in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, :d_nope]`. Strides as
+        for q_nope.
     q_rope : array, (t, h_q, 64), dtype of q_nope, optional
-        The part with RoPE, which becomes the last columns of the result. Strides as for q_nope.
+        The RoPE part of the queries; it becomes the last columns of the result. Strides as for q_nope.
     out : array, (t, h_q, 512), or (t, h_q, 576) with a `q_rope`, dtype of q_nope, optional
-        Memory for the result, strides as for q_nope; such as the first 512 columns of queries whose other columns RoPE
-        has been applied to in place.
+        Memory for the result, strides as for q_nope. It may be the first 512 columns of queries whose RoPE columns were
+        turned in place.
     workspace : array, (n,), uint8, optional
         None is needed.
     stream : int or stream object, optional
@@ -63,9 +63,9 @@ def absorb(
 
     Notes
     -----
-    For the few tokens of a decode step: the weights are read once, whatever the number of tokens, and that is most of
-    the time. With many tokens a batched matrix product is faster: "Around attention" in the documentation says from how
-    many on. Products are added in float32. Deterministic. 2 * t * h_q * d_nope * 512 FLOPs.
+    Meant for the few tokens of a decode step: the weights are read once, whatever the number of tokens, and that takes
+    most of the time. With many tokens a batched matrix product is faster: "Around attention" in the documentation has
+    the threshold. Terms are added in float32. Deterministic. 2 * t * h_q * d_nope * 512 FLOPs.
 
     Examples
     --------
@@ -93,7 +93,7 @@ def merge_project(
     out_dtype: Any = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """Merge n partial results of the same queries, and multiply them by W_UV and by the sigmoid of a gate.
+    """Merge n partial results of the same queries, and multiply the result by W_UV and by the sigmoid of a gate.
 
     merged, lse = merge_states(outs, lses)
     out[b, s, h, d] = sum_c merged[b, s, h, c] * w_uv[h, d, c] * sigmoid(gate[b, s, h, d])
@@ -101,15 +101,15 @@ def merge_project(
     Parameters
     ----------
     outs : array, (n, b, s_q, h_q, 512), bfloat16, float16 or float32
-        Partial results as for `merge_states`, n up to 256: a contiguous last axis, a start and other strides that are
-        multiples of 16 bytes.
+        Partial results as for `merge_states`, n up to 256. The last axis is contiguous; the start and the other strides
+        are multiples of 16 bytes.
     w_uv : array, (h_q, d_head, 512), bfloat16 or float16
-        The values' half of kv_b_proj, as it lies in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, d_nope:]`; d_head
+        The values' half of kv_b_proj, as stored in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, d_nope:]`; d_head
         is 64, 128, 192 or 256. Strides as for outs.
     lses : array, (n, b, h_q, s_q), float32, optional
-        Their log-sum-exps, as for `merge_states`. May be left out where n is 1.
+        Log-sum-exps of `outs`, as for `merge_states`. Optional for n = 1.
     gate : array, (b, s_q, h_q, d_head), dtype of w_uv, optional
-        What the sigmoid is applied to. Strides as for outs.
+        Argument of the sigmoid. Strides as for outs.
     lse_base : str
         "e" or "2": base of `lses` and of the result.
     empty_lse : float
@@ -138,12 +138,12 @@ def merge_project(
 
     Notes
     -----
-    `w_uv` has the dtype of `outs` where that is bfloat16 or float16.
+    `w_uv` has the dtype of `outs` unless `outs` is float32.
 
-    `mla_decode` and `sparse_mla_decode` do the same to their own results if they get `w_uv`. Merged results are rounded
-    to the dtype of w_uv before the product, whose terms are added in float32. The weights are read once, whatever the
-    number of tokens; with many tokens a batched matrix product is faster: see "Around attention" in the documentation.
-    Deterministic.
+    `mla_decode` and `sparse_mla_decode` do the same with their own results if `project` is passed. Merged results are
+    rounded to the dtype of w_uv before the product, and its terms are added in float32. The weights are read once,
+    whatever the number of tokens; with many tokens a batched matrix product is faster: see "Around attention" in the
+    documentation. Deterministic.
 
     Examples
     --------
@@ -157,7 +157,7 @@ def merge_project(
 
 
 def check_projection(views: Views, dtype: str) -> int:
-    """Check `w_uv` and `gate` of an attention whose results have this 16-bit dtype; the width of a head, 0 without.
+    """Check `w_uv` and `gate` of an attention with results of this 16-bit dtype; the width of a head, 0 without.
 
     Raises
     ------
@@ -185,13 +185,13 @@ def _examine_merge(views: Views, given: MergeProjectOptions) -> Examined:
     n, b, s_q, h_q, _ = outs.shape
     check_projection(views, w_uv.dtype)
     if n > MAX_STATES:
-        raise ShapeError(explain("outs.shape[0]", n, f"at most {MAX_STATES}", "merge some with merge_states before"))
+        raise ShapeError(explain("outs.shape[0]", n, f"at most {MAX_STATES}", "merge some with merge_states first"))
     if b * s_q > MAX_INT32:
         raise ShapeError(explain("outs.shape", outs.shape, f"at most {MAX_INT32} tokens"))
     if outs.dtype in HALF and outs.dtype != w_uv.dtype:
         raise DTypeError(explain("w_uv.dtype", w_uv.dtype, f"{outs.dtype}, like outs", "convert w_uv"))
     if views["lses"] is None and n != 1:
-        raise ArgumentError(explain("lses", None, f"an array, with n={n} states", "only one state needs none"))
+        raise ArgumentError(explain("lses", None, f"an array, with n={n} states", "lses may be omitted only for n = 1"))
     return Examined(ProjectProblem(h_q, w_uv.shape[1], w_uv.dtype, b * s_q), options)
 
 

@@ -135,7 +135,7 @@ def narrowed(argument: str, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def narrowed_inputs(operation: Operation, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """`narrowed` of the inputs, by name, that an operation takes as 32-bit integers; None stays None."""
+    """`narrowed` for the inputs, by name, that an operation reads as 32-bit integers; None stays None."""
     wide = {array.name for array in operation.inputs if _takes_wide(array)}
     return {name: narrowed(name, x) if x is not None and name in wide else x for name, x in arrays.items()}
 
@@ -151,7 +151,7 @@ def steps_by_16_bytes(view: View) -> bool:
 
 
 def misstep(view: View) -> str:
-    """Describe an address or stride (but the last) that is no positive multiple of 16 bytes; "" if there is none."""
+    """Describe an address or stride (except the last) that is not a positive multiple of 16 bytes, or return ""."""
     if 0 in view.shape:
         return ""
     if past := view.ptr % _WIDE_BYTES:
@@ -212,7 +212,7 @@ def _check_rank(operation: Operation, array: Input, view: View, given: Views) ->
 
 
 def _takes_wide(array: Input) -> bool:
-    """True if kernels read 32-bit integers, which callers may give as 64-bit ones."""
+    """True if kernels read 32-bit integers that callers may pass as 64-bit ones."""
     return "int32" in array.dtypes and "int64" not in array.dtypes
 
 
@@ -236,7 +236,7 @@ def _check_dtype(array: Input, view: View, given: Views) -> None:
 def _bind(
     operation: Operation, array: Input, view: View, sizes: dict[str, int], owners: dict[str, str], given: Views
 ) -> View:
-    """Compare the axes with those of the arrays before; returns the view with the axes of the record."""
+    """Compare the axes with the earlier arrays' axes; returns the view with the axes of the description."""
     names, places = axes_of(array, given), list(range(len(view.shape)))
     if "1?" in names:
         if len(places) == len(names):
@@ -259,7 +259,7 @@ def _head_axis(argument: str, names: list[str], shape: tuple[int, ...]) -> int:
     if names[axis - 1].endswith("page_size"):
         return head_axis(shape, argument)
     if shape[axis] != 1:
-        remedy = "all query heads share the rows, and what selects them"
+        remedy = "pass one head: all query heads share the rows and their selection"
         raise ShapeError(explain(f"{argument}.shape[{axis}]", shape[axis], "1 head", remedy))
     return axis
 
@@ -296,10 +296,10 @@ def _bind_axis(
 
 
 def _instead_of_rows(operation: str, where: str, size: int, d: int) -> str:
-    """Remedy for index keys in e2m1, of half a byte an element and four of scales, that lie side by side."""
+    """Remedy for contiguous index keys in e2m1: half a byte per element, and four bytes of scales."""
     if operation != "indexer_logits" or where != "k.shape[-1]" or size != d // 2 + 4:
         return ""
-    return "keys in e2m1 are those of pages: indexer_cache_append, then indexer_logits_paged"
+    return "e2m1 keys must be paged: call indexer_cache_append, then indexer_logits_paged"
 
 
 def _shape(operation: Operation, output: Output, given: Views, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -352,7 +352,7 @@ def _check_output(operation: Operation, output: Output, view: View, shape: tuple
 def check_wide(argument: str, view: View) -> None:
     """Check that the last axis is contiguous, and that start and other strides are multiples of 16 bytes."""
     if not (contiguous_along_last(view) and steps_by_16_bytes(view)):
-        expected = "a contiguous last axis, and a start and further strides that are positive multiples of 16 bytes"
+        expected = "a contiguous last axis, and a start and other strides that are positive multiples of 16 bytes"
         raise ShapeError(explain(f"{argument}.strides", view.strides, expected, "pass a contiguous array"))
 
 

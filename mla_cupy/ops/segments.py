@@ -28,22 +28,22 @@ def prefill_segments(
     workspace: Any = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """Find the starts with which `mla_prefill` attends within packed segments, by an id for each token.
+    """Compute the sequence starts with which `mla_prefill` attends within packed segments, from an id per token.
 
-    With them each query attends to the keys that have its id, and one that is padding to none. So they are for
-    `mla_prefill_backward` and for `prefill_mask`.
+    Each query then attends to the keys with its id, and padding queries attend to none. The starts also serve
+    `mla_prefill_backward` and `prefill_mask`.
 
     Parameters
     ----------
     segment_ids_q : array, (s_q,), int32
-        The queries' ids; 0 and below is padding. Tokens of one id lie together. Any stride.
+        The queries' ids; 0 and below is padding. Tokens of one id are contiguous. Any stride.
     max_segments : int
-        The most ids, without padding, that either side has. Tokens of further ones count as padding.
+        Largest number of ids, without padding, on either side. Tokens of further ids count as padding.
     segment_ids_kv : array, (s_kv,), int32, optional
-        The keys' ids, in the order of the queries' ids; either side may have some that the other one lacks. Default:
-        those of the queries.
+        The keys' ids, in the order of the queries' ids; either side may lack ids of the other one. Default: the
+        queries' ids.
     cu_seqlens_q, cu_seqlens_kv : array, (3 * max_segments + 1,), int32, optional
-        Where the results go. Not for JAX, whose arrays cannot be written.
+        Memory for the results. Not for JAX, whose arrays cannot be written.
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(prefill_segments, ...)` bytes.
     stream : int or stream object, optional
@@ -52,9 +52,9 @@ def prefill_segments(
     Returns
     -------
     cu_seqlens_q, cu_seqlens_kv : array, (3 * max_segments + 1,), int32
-        Arrays of the caller's library. There are three sequences for each segment of the queries: padding before its
-        queries, which has no keys; keys before its keys, which have no queries; and itself. What is left of
-        `max_segments` is empty.
+        Arrays of the caller's library. Each segment of the queries gives three sequences: padding before its queries,
+        without keys; keys before its keys, without queries; and the segment itself. Unused entries up to `max_segments`
+        are empty sequences.
 
     Raises
     ------
@@ -63,9 +63,9 @@ def prefill_segments(
 
     Notes
     -----
-    The result is a function of the arguments, bit by bit; the host does not look at the ids without `checking`, so that
-    the call can be captured in a CUDA graph. Starts never go down, whatever the ids are. Workspace: 12 bytes for each
-    of `max_segments`, 36 with ids of the keys.
+    Exact, and the same from run to run. The host does not read the ids without `checking`, so the call can be captured
+    in a CUDA graph. Starts never decrease, whatever the ids are. Workspace: 12 bytes per segment of `max_segments`, 36
+    with `segment_ids_kv`.
 
     Examples
     --------
@@ -98,7 +98,7 @@ def _check_values(arrays: Arrays, options: SegmentsOptions) -> None:
         for at in begins.tolist():
             if int(ids[at]) in found:
                 earlier = f"an id that does not come again: it has begun at {found[int(ids[at])]}"
-                raise ArgumentError(explain(f"{name}[{at}]", int(ids[at]), earlier, "give each segment its own"))
+                raise ArgumentError(explain(f"{name}[{at}]", int(ids[at]), earlier, "give each segment its own id"))
             found[int(ids[at])] = at
         further = np.zeros(len(ids), bool)
         further[begins[options.max_segments :]] = True

@@ -48,7 +48,7 @@ def sparse_mla_backward(
     kernel: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any, Any]:
-    """Gradients of `sparse_mla_forward` with respect to `q`, `kv` and `attn_sink`.
+    """Compute the gradients of `sparse_mla_forward` with respect to `q`, `kv` and `attn_sink`.
 
     With P = exp(scale * q . kv[j] - lse_total), lse_total = log(exp(lse) + exp(attn_sink)), dP = dout . kv[j, :512],
     delta = sum(out * dout) and dS = scale * P * (dP - delta):
@@ -66,12 +66,12 @@ def sparse_mla_backward(
     dout : array, (s_q, h_q, 512), dtype of q
         Gradient with respect to `out`. The last axes of both are contiguous.
     lse : array, (s_q, h_q), float32
-        As the forward returned it, without the sink. Both infinities mark a query and head without a row: it has no
-        gradient, and neither has a query that selects no row, whatever its `lse`. Nor has one whose lse is 1.2e7 or
-        more in magnitude: float32 no longer tells its weights there.
+        As the forward returned it, without the sink. Both infinities mark a query and head without a row. Neither
+        these, nor queries that select no row, nor rows with an lse of 1.2e7 or more in magnitude have a gradient:
+        float32 no longer resolves the weights of the latter.
     dlse : array, (s_q, h_q), float32, optional
-        Gradient with respect to `lse` as it is given, so with lse_base="2" of the logarithm in base 2: as for a loss of
-        its own or for a merge of partial results. It has no influence on `d_sink`.
+        Gradient with respect to `lse` in its base, for a loss on `lse` or for a merge of partial results. It has no
+        influence on `d_sink`.
     scale, topk_length, attn_sink, causal, relative, packed, lse_base
         As for the forward.
     deterministic : bool
@@ -79,12 +79,12 @@ def sparse_mla_backward(
     dkv_dtype : str or dtype, optional
         "float32" for gradients to be added up; default: the dtype of `dkv`, or of kv.
     dq : array, shape and dtype of q, optional
-        Where the gradient goes: a contiguous last axis, other steps of multiples of 16 bytes. Not for JAX, whose
+        Memory for the gradient: a contiguous last axis, other strides in multiples of 16 bytes. Not for JAX, whose
         arrays cannot be written.
     dkv : array, shape of kv, dtype of kv or float32, optional
-        The same for kv; any stride between its rows.
+        Likewise for kv; any stride between its rows.
     d_sink : array, (h_q,), float32, optional
-        The same for `attn_sink`; contiguous.
+        Likewise for `attn_sink`; contiguous.
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(sparse_mla_backward, ...)` bytes.
     kernel : str, optional
@@ -114,29 +114,29 @@ def sparse_mla_backward(
     A query and the rows that it does not select have no influence on each other's gradients, whatever they contain.
 
     `dq` and `d_sink` are the same in every run. `dkv` is accumulated in float32, in an order that varies, so its last
-    bits may differ from run to run before it is rounded. With `deterministic=True` each number is rounded before it is
-    added, to so few bits that float32 holds every sum exactly, in any order. The error of that rounding grows with the
-    number of times that a row is selected, times the additions per selection; at 4096 of them it is 0.2 % of `dkv` on
-    random data, about as much as rounding to bfloat16. Every addition may also lose an absolute 2^-42 * n * a * c: n is
-    how often the row is selected, a the additions per selection (one per block of heads), and c a bound on what one
-    query adds to an element. The page of `cuda_src/sparse_backward` has c and the derivation. The bits are guaranteed
-    only if `lse` is the forward's.
+    bits may differ from run to run before it is rounded. `deterministic=True` rounds each number before it is added, so
+    coarsely that float32 holds every sum exactly, in any order. The rounding error grows with the number of times that
+    a row is selected, times the additions per selection; at 4096 of them it is 0.2 % of `dkv` on random data, about as
+    much as rounding to bfloat16. Every addition may also lose an absolute 2^-42 * n * a * c: n is how often the row is
+    selected, a the additions per selection (one per block of heads), and c a bound on one query's contribution to an
+    element. The page of `cuda_src/sparse_backward` has c and the derivation. The bits are guaranteed only if `lse` is
+    the forward's.
 
     What `dlse` adds to dS is computed as P * exp(lse_total - lse) * dlse. It is lost where a sink takes so much of the
     weight that P underflows (bfloat16: below 1e-38; float16 on Hopper, where P has 16 bits: below 3e-8). The factor is
     limited to 2^100: where a sink is more than 69 above `lse`, what `dlse` adds is too small.
 
-    So are `dq` and `dkv` themselves there: P and dS, which includes `scale`, have 16 bits on the tensor cores. In
-    float16 what is below 3e-8 becomes 0, and a dS above 65,504 becomes infinite. A row whose sink is 18 or more above
+    `dq` and `dkv` are lost in the same place: P and dS, which includes `scale`, have 16 bits on the tensor cores. In
+    float16 magnitudes below 3e-8 become 0, and a dS above 65,504 becomes infinite. A row with a sink 18 or more above
     its scores has a `dq` of 0, whatever `dout` is; from 10 on it has fewer digits. bfloat16 keeps such rows, as does
-    kernel="sparse_backward_generic", whose numbers are of float32.
+    kernel="sparse_backward_generic", which computes in float32.
 
-    A head whose sink is +inf contributes nothing to `dq` and `dkv`, with or without `dlse`, and its `d_sink` is 0,
-    given the forward's `out`, which is 0. A sink of -inf is no sink; its `d_sink` is 0.
+    A head with a sink of +inf contributes nothing to `dq` and `dkv`, with or without `dlse`. Its `d_sink` is 0 for the
+    forward's `out`, which is 0. A sink of -inf is no sink; its `d_sink` is 0.
 
-    Workspace: 4 * s_kv * d_qk bytes for the sums, six times that if deterministic, 4 * s_q * topk for the lists of
-    rows, 8 * s_q * h_q for the statistics; on Hopper up to 4 * h_q * (d_qk + 1) per SM, at most 20 MB, for the parts
-    of dq of the last queries. A call takes 2 * h_q * (3 * d_qk + 2 * 512) FLOPs per selected row.
+    Workspace: 4 * s_kv * d_qk bytes for the sums, six times as much if deterministic, 4 * s_q * topk for the lists of
+    rows, 8 * s_q * h_q for the statistics; on Hopper up to 4 * h_q * (d_qk + 1) per SM, at most 20 MB, for partial dq
+    of the last queries. A call takes 2 * h_q * (3 * d_qk + 2 * 512) FLOPs per selected row.
 
     Examples
     --------

@@ -62,49 +62,49 @@ def sparse_mla_decode(
     Parameters
     ----------
     q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
-        Absorbed queries: d_qk is 576 for the records "v32" and "fp8", 512 for "v32-nope", "v4" and "v41". The last axis
+        Absorbed queries: d_qk is 576 for the formats "v32" and "fp8", 512 for "v32-nope", "v4" and "v41". The last axis
         is contiguous, and the first two step evenly.
     kv_cache : array, (num_pages, page_size, 656, 584, 528, 288 or 576), uint8
         An axis of size 1 may stand on either side of the tokens, as for `mla_decode`. Pages of "v32", "v32-nope",
-        "v4", "v41", "v41-fp4" or, with Fp8("fp8") only, "fp8": see `cache_append`; of "v32-nope" with 528 bytes a token
-        by Fp8(kv_format="v32-nope"). The values are the first 512 elements of the keys; with "v4" and "v41" these
-        include the RoPE part. Pages start at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of
+        "v4", "v41", "v41-fp4" or, with Fp8("fp8") only, "fp8": see `cache_append`; "v32-nope" with 528 bytes per token
+        needs Fp8(kv_format="v32-nope"). The values are the first 512 elements of the keys, which include the RoPE part
+        for "v4" and "v41". Pages start at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of
         tokens need a gap of 8 bytes between them.
     indices : array, (b, s_q, topk), int32
-        Slots, page * page_size + token, in any order. Any topk, any strides. Slots outside of the cache are skipped,
-        -1 being the usual mark; duplicates are counted as often as they occur.
+        Slots, page * page_size + token, in any order. Any topk, any strides. Slots outside the cache, usually -1, are
+        skipped; a slot counts as often as it occurs.
     scale : float
         Factor of the scores: finite, above 0. Pass the model's softmax scale: 192**-0.5 for DeepSeek-V3, times YaRN's
         mscale factor where the model uses it.
     topk_length : array, (b,), int32, optional
         Only the first topk_length[i] entries of the lists of sequence i are read; clamped to [0, topk].
     attn_sink : array, (h_q,), float32, optional
-        Logits of a key without a value, which only lowers `out`. -inf has no effect, +inf makes `out` 0.
+        Logits of a key without a value. It only lowers `out`. -inf has no effect, +inf makes `out` 0.
     extra_kv_cache, extra_indices, extra_topk_length : array, optional
-        A second cache of the same record, or of "v41-fp4" beside "v41", with pages of any size, and lists of more keys
-        in it under the same softmax. Cache and indices are given together. Not beside "fp8" or "v41-fp4".
+        A second cache in the same format, or in "v41-fp4" with "v41", with pages of any size, and lists of further keys
+        in it under the same softmax. Pass cache and indices together. Not supported with "fp8" and "v41-fp4".
     out_rope : OutRope, optional
-        Undo RoPE in the last 64 columns of `out`: "v4" and "v41", whose values include the RoPE part of the keys. Not
-        with `project`. A launch of its own rounds these columns of a 16-bit `out` once more, in place.
+        Undo RoPE in the last 64 columns of `out`, for "v4" and "v41", where values include the keys' RoPE part.
+        Excludes `project`. A separate launch rounds these columns of a 16-bit `out` a second time, in place.
     project : Project, optional
-        Multiply results by W_UV, and by the sigmoid of a gate, where they would be merged, or after that. The first two
-        axes of a gate step evenly.
+        Multiply results by W_UV, and by the sigmoid of a gate, during the merge or after it. The first two axes of a
+        gate step evenly.
     fp8 : Fp8, optional
         For pages of "fp8": `math` must be "fp8", and `kv_scale` is a number. Both matmuls run on the FP8 tensor cores
         of Hopper; queries and weights are rounded to e4m3, see the notes of `mla_decode`.
     batch_invariant : bool
         Give a query the same bits in every call, whatever the other queries, their number and order, and the size of
-        the cache. Each list is then cut alone, into pieces of `split_tokens`, each for one thread block.
+        the cache. Each list is then split on its own into pieces of `split_tokens`, one thread block per piece.
     split_tokens : int
         A multiple of 64, and at least 1/256 of topk of both lists together. Shorter pieces make small batches faster
         and large ones slower. Has no effect without `batch_invariant`.
     lse_base : str
         "e" or "2": base of the logarithm in `lse`.
     empty_lse : float
-        `lse` of a query without a token; its `out` is 0.
+        The `lse` of a query without a token; its `out` is 0.
     out : array, (b, s_q, h_q, 512), dtype of q or float32, optional
-        Memory for the result, (b, s_q, h_q, d_head) with `project`: a contiguous last axis, a start and other strides
-        that are multiples of 16 bytes, and first two axes that step evenly.
+        Memory for the result, (b, s_q, h_q, d_head) with `project`. The last axis is contiguous, the start and the
+        other strides are multiples of 16 bytes, and the first two axes step evenly.
     lse : array, (b, s_q, h_q), float32, optional
         Memory for the log-sum-exp; the first two axes step evenly.
     workspace : array, (n,), uint8, optional
@@ -132,18 +132,19 @@ def sparse_mla_decode(
     Notes
     -----
     Any number of heads. Tokens that a query does not select never reach its result. The result does not change from run
-    to run. Workspace: the pieces of split queries and, with Fp8("fp8"), lists of the entries that are slots, of
-    4 * topk bytes for each query.
+    to run. Workspace: the pieces of split queries and, with Fp8("fp8"), lists of the valid slots, 4 * topk bytes per
+    query.
 
     Weights are rounded to 16 bits for the product with the values, and `out` is divided by the sum of the weights
     before rounding: where tokens have equal scores, all of `out` may be off by one common factor, up to 2^-8 in
-    bfloat16, 2^-11 in float16. The CUDA-core kernel does not round weights.
+    bfloat16, 2^-11 in float16. The CUDA-core fallback does not round weights.
 
     On tensor cores keys are rounded to 16 bits: latents of "v32" and "v32-nope" to float16, whatever the dtype of q,
-    and all of "v4" and "v41" to the dtype of q. Latents are exact then if scales are powers of two, in float16 from
-    2^-15 to 2^7; those of "v41-fp4" always are. In float16 elements beyond 65504 overflow, and those of a scale below
-    2^-25 become 0. Two kernels do not round latents: the plain kernel, and the mma.sync kernels over "v32", which round
-    weights and scales to float16 and lose 2e-4 of a result, or 5e-4 where scales are no powers of two.
+    and all of "v4" and "v41" to the dtype of q. With power-of-two scales, in float16 from 2^-15 to 2^7, latents are
+    then exact; latents of "v41-fp4" always are. In float16 elements beyond 65504 overflow, and elements with a scale
+    below 2^-25 become 0. The CUDA-core fallback does not round latents, and neither do the mma.sync kernels for "v32"
+    and "v32-nope", which round weights and scales to float16 and lose 2e-4 of a result, or 5e-4 where scales are no
+    powers of two.
 
     Examples
     --------
@@ -223,7 +224,9 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     tables = ("out_cos", "out_sin", "out_positions")
     turns = check_all_or_none(views, *tables, group="out_rope=OutRope(cos, sin, positions)")
     if turns and d_qk != D_V:
-        raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with out_rope", "other values have no RoPE columns"))
+        raise ShapeError(
+            explain("q.shape[-1]", d_qk, f"{D_V} with out_rope", "drop out_rope: other values have no RoPE columns")
+        )
     tiles = check_pieces(given.batch_invariant, given.split_tokens, ("topk", topk), (f"{b * s_q} queries", b * s_q))
     sizes = (b * s_q, h_q, topk, q.dtype, _DECODED.get(record.name, record.name))
     problem = SparseDecodeProblem(*sizes, steps_by_16_bytes(q), ragged, d_head, compact, options.math, tiles)

@@ -62,8 +62,8 @@ def sparse_mla_forward(
 ) -> tuple[Any, Any, Any]:
     """Attend from each query to the rows of a latent cache that its indices select (absorbed MLA).
 
-    out[i, h] = w[i, h] * sum_j softmax_j(scale * q[i, h] . kv[j]) * kv[j, :512], where j runs over the rows that
-    query i selects, and w[i, h] = 1 / (1 + exp(attn_sink[h] - lse[i, h])); without a sink, w is 1.
+    out[i, h] = w[i, h] * sum_j softmax_j(scale * q[i, h] . kv[j]) * kv[j, :512], where j runs over the rows that query
+    i selects, and w[i, h] = 1 / (1 + exp(attn_sink[h] - lse[i, h])). Without a sink, w is 1.
 
     Parameters
     ----------
@@ -71,52 +71,52 @@ def sparse_mla_forward(
         Absorbed queries, d_qk 576 or 512. The last axis is contiguous; other strides are free (multiples of 16 bytes
         are fastest).
     kv : array, (s_kv, d_qk) or (s_kv, 1, d_qk), dtype of q; or (num_pages, page_size, width), uint8
-        Latents; the values are the first 512 elements of the keys. Strides as for q. Or the pages of an FP8 record, see
-        `cache_append`: a width of 656 is "v32", whose d_qk is 576, or for a d_qk of 512 "v32-nope", which may have 528
-        bytes and then needs Fp8(kv_format="v32-nope"); one of 584 is "v4", whose d_qk is 512 and whose values include
-        the RoPE part; one of 576 is "fp8", with Fp8("fp8") only. Its rows are slots, page * page_size + token; tokens
-        of "v32", "v32-nope" and "fp8" need no pages, (s_kv, 656). Pages of records start at, and step by, multiples of
-        16 bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes between them.
+        Latents; the values are the first 512 elements of the keys. Strides as for q. Or pages in an FP8 format, see
+        `cache_append`: a width of 656 is "v32" with a d_qk of 576, or "v32-nope" with 512; 528 bytes of "v32-nope" need
+        Fp8(kv_format="v32-nope"); 584 is "v4" with a d_qk of 512 and values that include the RoPE part; 576 is "fp8",
+        with Fp8("fp8") only. Rows are then slots, page * page_size + token; tokens of "v32", "v32-nope" and "fp8" need
+        no pages, (s_kv, 656). Pages of FP8 formats start at, and step by, multiples of 16 bytes: pages of "v4" with an
+        odd number of tokens need a gap of 8 bytes between them.
     indices : array, (s_q, topk) or (s_q, 1, topk), int32
         The rows of each query, in any order, counted from the start of its sequence: see `relative`. Any topk, any
-        strides. A slot counts if 0 <= index < limit; all others are skipped, -1 being the usual mark. The limit is the
-        sequence's length in kv. Duplicates are counted as often as they occur.
+        strides. An entry counts if 0 <= index < limit; all others, usually -1, are skipped. The limit is the sequence's
+        length in kv. A row counts as often as it occurs.
     scale : float
         Factor of the scores: finite, above 0. Pass the model's softmax scale: 192**-0.5 for DeepSeek-V3, times YaRN's
         mscale factor where the model uses it.
     topk_length : array, (s_q,), int32, optional
-        Only the first topk_length[i] slots of query i are read; clamped to [0, topk].
+        Only the first topk_length[i] entries of query i are read; clamped to [0, topk].
     attn_sink : array, (h_q,), float32, optional
         Logits of a key without a value: see w above. -inf has no effect, +inf makes `out` 0.
     causal : bool
-        Lower the limit of each query by the number of queries of its sequence that come after it: of as many queries
-        as rows, query i sees rows 0 to i.
+        Lower the limit of each query by the number of later queries of its sequence: with equally many queries and
+        rows, query i sees rows 0 to i.
     relative : bool
-        With `packed`: True if indices count from the first row of the query's sequence, False if they are row
-        numbers of kv, as in cuDNN and Megatron. A row of another sequence is then skipped. Pass the same as to
-        `indexer_select` or `indexer_topk`, whose default is False.
+        With `packed`: True if indices count from the first row of the query's sequence; False if they are row numbers
+        of kv, as in cuDNN and Megatron, and rows of other sequences are skipped. Pass the same value to
+        `indexer_select` or `indexer_topk`; their default is False.
     packed : Packed, optional
-        Starts of several sequences, both `cu_seqlens_q` and `cu_seqlens_kv`. Default: one sequence. A query of no
-        sequence has no row; a query of several belongs to the first. Values of cu_seqlens_kv are clamped to [0, s_kv],
+        Starts of several sequences, both `cu_seqlens_q` and `cu_seqlens_kv`. Default: one sequence. A query outside all
+        sequences has no row; a query of several belongs to the first. Values of cu_seqlens_kv are clamped to [0, s_kv],
         and a sequence that ends before it starts is empty.
     fp8 : Fp8, optional
         For pages of "fp8": `math` must be "fp8", and `kv_scale` is a number. Both matmuls run on the FP8 tensor cores
         of Hopper; queries and weights are rounded to e4m3, see the notes of `mla_decode`.
     batch_invariant : bool
         Give a query the same bits in every call, whatever the other queries, their number and order, and the size of
-        the cache. Each list is then cut alone, into pieces of `split_tokens`, each for one thread block, lists are not
-        sorted, and FP8 tokens are never converted first (with many queries,
-        `cache_gather` and a call over its rows are faster).
+        the cache. Each list is then split on its own into pieces of `split_tokens`, one thread block per piece; lists
+        are not sorted, and FP8 tokens are never converted first (with many queries, `cache_gather` and a call over its
+        rows are faster).
     split_tokens : int
         A multiple of 64, and at least 1/256 of topk. Shorter pieces make small batches faster and large ones
         slower. Has no effect without `batch_invariant`.
     lse_base : str
         "e" or "2": base of the logarithm in `lse`.
     empty_lse : float
-        `lse` of a query without a row; its `out` is 0, its `max_logits` -inf.
+        The `lse` of a query without a row; its `out` is 0, its `max_logits` -inf.
     out : array, (s_q, h_q, 512), dtype of q or float32, optional
-        Memory for the result: a contiguous last axis, a start and other strides that are multiples of 16 bytes. Not for
-        JAX, whose arrays cannot be written.
+        Memory for the result. The last axis is contiguous; the start and the other strides are multiples of 16 bytes.
+        Not for JAX, whose arrays cannot be written.
     lse, max_logits : array, (s_q, h_q), float32, optional
         Memory for these results; any strides.
     workspace : array, (n,), uint8, optional
@@ -133,7 +133,7 @@ def sparse_mla_forward(
     out : array, (s_q, h_q, 512)
         Array of the caller's library.
     lse : array, (s_q, h_q), float32
-        log(sum_j exp(scale * q . kv[j])), in base `lse_base`, without the sink. The backward takes it.
+        log(sum_j exp(scale * q . kv[j])), in base `lse_base`, without the sink. An argument of the backward.
     max_logits : array, (s_q, h_q), float32
         max_j scale * q . kv[j].
 
@@ -146,25 +146,26 @@ def sparse_mla_forward(
 
     Notes
     -----
-    NumPy arrays (and PyTorch tensors on the CPU) are computed on the GPU if there is one, else by the NumPy oracle.
-    FP8 records have no backward. On Hopper calls whose queries gather each token of `kv` many times (s_q * topk of at
-    least 16 times the tokens with up to 32 heads, 4 times with more) convert all of `kv` first, to rows of q's dtype in
-    the workspace, 2 * d_qk bytes a token; the kernels over rows read these. Other calls, those with `kernel` the name
-    of a kernel from records, and other GPUs convert nothing in memory. `sparse_forward_sm90_records` rounds latents of
-    "v32" to float16, see `sparse_mla_decode`. With scales that are powers of two both are exact within the range of the
-    format. With "plain" scales and bfloat16 queries, converted latents are rounded to bfloat16, eight times as coarsely
-    as to float16; which of the two a call gets depends on its sizes, unless `kernel` names one.
+    NumPy arrays (and PyTorch tensors on the CPU) are computed on the GPU if there is one, else by the NumPy oracle. FP8
+    formats have no backward.
 
-    Weights are rounded to 16 bits for the product with the values, and `out` is divided by the sum of the
-    weights before rounding: where rows have equal scores, all of `out` may be off by one common factor, up to 2^-8 in
-    bfloat16, 2^-11 in float16. The CUDA-core kernel does not round weights.
+    On Hopper, calls that gather each token of `kv` often (s_q * topk of at least 16 times the tokens with up to 32
+    heads, 4 times with more) first convert all of `kv` to rows of q's dtype in the workspace, 2 * d_qk bytes per token.
+    Other calls convert nothing in memory; neither do other GPUs, nor calls with the `kernel` of an FP8 format.
+    `sparse_forward_sm90_records` rounds latents of "v32" to float16, see `sparse_mla_decode`. With power-of-two scales
+    both ways are exact within the range of the dtype. With "plain" scales and bfloat16 queries, converted latents are
+    rounded to bfloat16, eight times as coarsely as to float16. The call's sizes decide between the two ways, unless
+    `kernel` names one.
 
-    Rows that a query does not select never reach its result, whatever they contain: NaN, Inf, or memory that is not
-    there (but to convert records is to read all of `kv`). The result does not change from run to run; it depends on how
-    the queries are split over the GPU, that is on s_q and on the other queries' numbers of rows, and on where in `kv`
-    the rows lie, by which the lists of rows may be sorted, within rounding; not with `batch_invariant`.
-    Workspace: 4 * s_q * topk bytes for the lists of rows, the pieces of split queries, and converted records. It takes
-    2 * h_q * (d_qk + 512) FLOPs for each selected row.
+    Weights are rounded to 16 bits for the product with the values, and `out` is divided by the sum of the weights
+    before rounding: where rows have equal scores, all of `out` may be off by one common factor, up to 2^-8 in bfloat16,
+    2^-11 in float16. The CUDA-core fallback does not round weights.
+
+    Rows that a query does not select never reach its result, whatever they contain: NaN, Inf, or unmapped memory (but
+    conversion reads all of `kv`). The result does not change from run to run. Within rounding it depends on s_q, on the
+    other queries' numbers of rows, and on the rows' places in `kv`, which determine how queries are split over the GPU
+    and how lists are sorted; not with `batch_invariant`. Workspace: 4 * s_q * topk bytes for the lists of rows, the
+    pieces of split queries, and converted tokens. A call takes 2 * h_q * (d_qk + 512) FLOPs per selected row.
 
     Examples
     --------

@@ -47,7 +47,7 @@ class SparseSizes(NamedTuple):
 
 
 def check_rows_or_pages(views: Views, read: Sequence[str] = READ_FORWARD, name: object = None) -> str:
-    """The FP8 record of the pages that `kv` has, "" for 16-bit rows; and checks what it has of either.
+    """Check `kv`; returns the FP8 format of its pages, "" for 16-bit rows.
 
     A record is one of those that kernels `read`, and the one called `name` if that is given.
 
@@ -59,7 +59,7 @@ def check_rows_or_pages(views: Views, read: Sequence[str] = READ_FORWARD, name: 
     d_qk, (_, page_size, width) = q.shape[2], kv.shape
     if kv.dtype not in BYTE_DTYPES:
         if page_size != 1:
-            remedy = "all query heads share the rows, and what selects them"
+            remedy = "pass one head: all query heads share the rows and their selection"
             raise ShapeError(explain("kv.shape[1]", page_size, "1 head", remedy))
         if width != d_qk:
             raise ShapeError(explain("kv.shape[-1]", width, f"d_qk={d_qk}, as in q"))
@@ -71,7 +71,7 @@ def check_rows_or_pages(views: Views, read: Sequence[str] = READ_FORWARD, name: 
 
 
 def check_selection(views: Views) -> SparseSizes:
-    """Check what the axes and dtypes of the inputs do not say.
+    """Check the inputs beyond their axes and dtypes.
 
     Raises
     ------

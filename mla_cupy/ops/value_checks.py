@@ -24,23 +24,23 @@ def is_on() -> bool:
 def checking(on: bool = True) -> Iterator[None]:
     """Check the values of indices, lengths, page tables and scales in the calls of a `with` block.
 
-    Each call then waits for its arrays, copies these few to the host, and raises ArgumentError for the first bad value
+    Each call waits for its arrays, copies these few to the host, and raises ArgumentError for the first bad value
     before anything is launched. `MLA_CUPY_CHECK=1` does the same for a whole process.
 
     Parameters
     ----------
     on : bool
-        False leaves a block unchecked within another one.
+        False disables the checks inside another block.
 
     Notes
     -----
-    Checked are: pages, lengths and starts of sequences, and scales in decode; the same and shared prefixes in
+    Checks cover: pages, lengths and starts of sequences, and scales in decode; the same and shared prefixes in
     `cascade_decode`; starts and scales in prefill; indices (a row within the limit, or -1), `topk_length` and starts in
     sparse forward and backward; ids in `prefill_segments`.
 
-    The block covers the calls of its own thread or asyncio task, gradients of PyTorch's functions called in it, and
-    calls of functions that torch.compile has compiled. It does not cover calls that a CUDA graph captures, and what
-    jax.jit compiles: set MLA_CUPY_CHECK=1 there.
+    The block covers calls of its own thread or asyncio task, including gradients of PyTorch's functions and functions
+    that torch.compile has compiled. It does not cover calls captured in a CUDA graph or compiled by jax.jit: set
+    MLA_CUPY_CHECK=1 there.
 
     Examples
     --------

@@ -73,7 +73,7 @@ __all__ = [
     "sparse_mla_decode",
     "sparse_mla_forward",
 ]
-# ---- End of what is written
+# ---- End of the generated part
 
 
 def __dir__() -> list[str]:

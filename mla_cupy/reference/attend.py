@@ -1,4 +1,4 @@
-"""Attention of some rows to all of some keys: what dense and sparse attention have in common."""
+"""Attention of some rows to all of some keys, for dense and sparse attention."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ BLOCK_TOKENS = 64
 LAZY_MAX_LOG2 = np.float32(8.0)
 
 
-#: Rounding of weights to sums of two numbers in e4m3: of what is nearest in float16, and of what that leaves.
+#: Rounds weights to sums of two e4m3 numbers: of the float16 value, and of the remainder.
 E4M3_PAIRS = "float8_e4m3fn x 2"
 
-#: Columns of a score whose sum is the tensor cores' own, of products of e4m3 numbers.
+#: Columns of a score that the tensor cores sum, for products of e4m3 numbers.
 _FP8_SUM_COLUMNS = 192
 
 
@@ -33,7 +33,7 @@ class Attended(NamedTuple):
 
 
 def attend(rows: Array, keys: Array, d_v: int, scale: float, rounding: str | None) -> Attended:
-    """Attention of `rows` (rows, d_qk) to `keys` (n, d_qk), whose values are their first `d_v` elements."""
+    """Attention of `rows` (rows, d_qk) to `keys` (n, d_qk); values are the keys' first `d_v` elements."""
     return attend_values(rows, keys, keys[:, :d_v], scale, rounding)
 
 
@@ -81,7 +81,7 @@ def _attend_rounded(rows: Array, keys: Array, values: Array, scale: float, round
 
 
 def _attend_fp8(rows: Array, keys: Array, values: Array, scale: float, block_tokens: int, pairs: bool) -> Attended:
-    """Attention with weights in e4m3, or `pairs` of it, of which the largest of each `block_tokens` is 2^8.
+    """Attention with weights in e4m3, or `pairs` of it; the largest of each `block_tokens` is 2^8.
 
     `out` is divided by the sum of the rounded weights; the log-sum-exp is of the weights before that.
     """
@@ -100,7 +100,7 @@ def _attend_fp8(rows: Array, keys: Array, values: Array, scale: float, block_tok
 
 
 def two_terms(weights: Array) -> Array:
-    """The numbers of two e4m3 terms: of the weights in float16, and of what the first one leaves of that."""
+    """The numbers of two e4m3 terms: of the float16 weights, and of the remainder after the first."""
     halves = round_to(weights, "float16")
     first = round_to(halves, "float8_e4m3fn")
     both: Array = first + round_to(halves - first, "float8_e4m3fn")
@@ -110,8 +110,8 @@ def two_terms(weights: Array) -> Array:
 def _fp8_products(rows: Array, keys: Array) -> Array:
     """rows @ keys.T in sums of 192 columns, as tensor cores sum products of e4m3 numbers.
 
-    Of each 32 terms, and the sum before, what lies 13 bits below the largest is cut off; and so it is of their sum. A
-    product counts as large as its factors without their fractions.
+    Sums of 32 terms and the previous sum: bits more than 13 below the largest one are cut off, in the terms and in the
+    sum. A product counts with the magnitude of its factors without their fractions.
     """
     total = np.zeros((len(rows), len(keys)))
     for of_sum in np.arange(rows.shape[1]).reshape(-1, _FP8_SUM_COLUMNS):
@@ -136,7 +136,7 @@ def _magnitude(x: Array) -> Array:
 
 
 def _shift(top: Array) -> Array:
-    """Shift of scores with this maximum: not -inf, so that keys without weight give exp(-inf), not NaN."""
+    """Shift of scores with this maximum: never -inf, so that keys without weight give exp(-inf), not NaN."""
     return np.where(top == -np.inf, top.dtype.type(0), top)
 
 

@@ -84,8 +84,8 @@ def quantize_to_e2m1(x: npt.ArrayLike, group: int) -> tuple[Array, Array]:
     codes : array, (n, d / 2), uint8
         The bits of e2m1(x / scale), see `to_e2m1`.
     scales : array, (n, d / group), float32
-        amax / 6, rounded to e4m3 within [2^-9, 448], as FlashMLA's quantiser chooses. NaN for a group with a NaN or an
-        infinity, all of which reads as NaN.
+        amax / 6, rounded to e4m3 within [2^-9, 448], as in FlashMLA's quantiser. NaN for a group with a NaN or an
+        infinity; the whole group reads as NaN.
     """
     n, d = np.asarray(x).shape
     groups = np.asarray(x).astype(np.float32).reshape(n, d // group, group)
@@ -198,7 +198,7 @@ def _encode(parts: dict[str, Array], record: CacheFormat, scales: str, kv_scale:
 
 
 def _encode_alone(x: Array, field: Field, kv_scale: float) -> Array:
-    """The bytes of a field whose scale, if it has any, is the caller's."""
+    """The bytes of a field without a scale, or with the caller's scale."""
     if field.is_code:
         with np.errstate(all="ignore"):
             return to_e4m3(x.astype(np.float32) / np.float32(kv_scale))
@@ -393,7 +393,7 @@ def cache_slots(
         Of the positions that are wanted; lengths below 0 are 0.
     page_size, max_tokens : int
     num_pages : int, optional
-        Default: as many as slots of 32 bits can name.
+        Default: the most pages that 32-bit slots can address.
 
     Returns
     -------

@@ -104,7 +104,7 @@ def mla_decode(
     causal : bool
         Hide from each query token the query tokens after it, which are the last of the cache.
     window : int, optional
-        Hide all but so many tokens up to the query's own: those with j <= i + length - s_q - window.
+        Hide all tokens except the last `window` up to the query's own: tokens with j <= i + length - s_q - window.
     max_seqlen_q : int, optional
         Means nothing here.
     cp_world, cp_rank : int
@@ -146,7 +146,7 @@ def mla_decode(
     if q_rope is not None:
         q = np.concatenate([q, np.asarray(q_rope)], axis=-1)
     packed = cu_seqlens_q is not None
-    if packed:  # one sequence of queries, of which each request has some
+    if packed:  # one sequence of queries, divided among the requests
         q = q[None]
     _, s_q, h_q, d_qk = q.shape
     b = len(block_table)
@@ -275,7 +275,7 @@ def _places(cu_seqlens_q: npt.ArrayLike | None, b: int, s_q: int) -> Iterator[tu
 def _visible(
     positions: Array, length: int, s_q: int, causal: bool, words: Array | None, window: int | None
 ) -> Iterator[tuple[slice, slice | Array]]:
-    """Groups of query tokens, and which of the present keys each group sees; `words` are those of a tree's mask."""
+    """Groups of query tokens, and the present keys that each group sees; `words` are a tree's mask."""
     if not causal:
         yield slice(0, s_q), slice(None)
         return

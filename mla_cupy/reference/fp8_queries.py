@@ -1,4 +1,4 @@
-"""Queries in e4m3, as products in FP8 take them: the rule byte by byte."""
+"""Queries in e4m3 for FP8 matmuls: the rule byte by byte."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST_EXPONENT = -100
 
 
 def quantise_queries(q: npt.ArrayLike) -> tuple[Array, Array]:
-    """Round rows to e4m3, each beside a scale of its own.
+    """Round rows to e4m3, each with its own scale.
 
     Parameters
     ----------
@@ -49,11 +49,11 @@ def quantise_query_terms(q: npt.ArrayLike) -> tuple[Array, Array, Array]:
     Returns
     -------
     codes : array of uint8, (..., d)
-        Those of `quantise_queries`.
+        From `quantise_queries`.
     remainders : array of uint8, (..., d)
         What the numbers of these leave of the elements, in the same units, rounded in the same way.
     scales : array of float64, (...)
-        Those of `quantise_queries`.
+        From `quantise_queries`.
     """
     scaled, scales = _scaled(q)
     codes = _codes(scaled)

@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 MMA_ELEMENTS = 32
 """Elements of a row that tensor cores multiply and add at once."""
 MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT = -121, 126
-"""Exponents of the scale of weights in float16: of the smallest normal number; and of one whose inverse is normal."""
+"""Exponents of the scale of float16 weights: the smallest normal number's; the largest with a normal inverse."""
 
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore")
@@ -45,8 +45,8 @@ def indexer_logits(
     k_scale : array, (s_kv,), optional
         Scales of the keys' codes. Default: 1.
     accumulate : str
-        "float32": in float64, as everywhere in the oracle. "float16": with the roundings of a kernel whose products and
-        sums over heads are float16, so that what exceeds 65,504 is infinite.
+        "float32": in float64, as everywhere in the oracle. "float16": with the roundings of a kernel with products and
+        sums over heads in float16, so that numbers above 65,504 are infinite.
 
     Returns
     -------

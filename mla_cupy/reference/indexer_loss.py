@@ -19,18 +19,18 @@ _E4M3 = numpy_dtype("float8_e4m3fn")
 
 
 class SparseLoss(NamedTuple):
-    """A loss per row, what its rows are normalised by, and the gradients of the sum of row_weights * kl.
+    """A loss per row, the normalisation of its rows, and the gradients of the sum of row_weights * kl.
 
     Attributes
     ----------
     kl : array, (s_q,) or, per head, (s_q, h)
         KL(p || softmax(I)) over the keys that the row sees; 0 for a row without a target.
     mass : array, shape of kl
-        What the target was divided by. Per head: its log-sum-exp.
+        Divisor of the target. Per head: its log-sum-exp.
     index_lse : array, shape of kl
         log(sum(exp(I))); -inf for a row that sees no key.
     d_index_q, d_index_k, d_weights : array, or None without gradients
-        Of the shapes of index_q, index_k, weights.
+        Gradients in the shapes of index_q, index_k, weights.
     """
 
     kl: Array
@@ -47,7 +47,7 @@ class WarmupLoss(NamedTuple):
     Attributes
     ----------
     kl, mass, index_lse, d_index_q, d_index_k, d_weights : array
-        As of a `SparseLoss`. The gradients may be None.
+        As for a `SparseLoss`. The gradients may be None.
     out : array, (s_q, h, d_v), or None
         softmax(scale * q_h . k) v; 0 for a row that sees no key.
     attention_lse : array, (s_q, h), or None
@@ -92,7 +92,7 @@ def indexer_warmup_loss(
     "head_sum": p = sum_h A_h / ||sum_h A_h||_1 with A_h = exp(scale * q_h . k - lse_h), and I[t, s] = sum_j W[t, j] *
     max(index_q[t, j] . index_k[s], 0) with W = weights * h_i**-0.5 * d_i**-0.5; one loss per row.
 
-    "per_head": of as many indexer heads as attention heads, p_h = softmax(target_scale * q_h . k) and I_h =
+    "per_head": with equally many indexer and attention heads, p_h = softmax(target_scale * q_h . k) and I_h =
     weights[t, h] * max(index_q[t, h] . index_k[s], 0); one loss per row and head.
 
     Parameters
@@ -123,7 +123,7 @@ def indexer_warmup_loss(
         normalised again. A head whose lse is infinite, or 1.2e7 or more in magnitude, has no part in the target.
         Default: over the keys that are seen.
     head_sums : array, (s_q, s_kv), optional
-        sum_h A_h, as of `indexer_head_sums`, in place of that of q, k and lse.
+        sum_h A_h, as of `indexer_head_sums`, in place of q, k and lse.
     row_weights : array, (s_q,), optional
         Factors of the losses in the gradients. Default: 1.
     target : str
@@ -192,7 +192,7 @@ def indexer_sparse_loss(
     q, k, index_q, index_k, weights, k_scale, q_scale, lse, row_weights, scale
         As for `indexer_warmup_loss`, with keys that all heads share; by default, `lse` is over the selected keys.
     head_sums : array, (s_q, topk), optional
-        sum_h A_h, as of `indexer_head_sums`: a row's n-th number is that of the n-th of the indices that count.
+        sum_h A_h, as of `indexer_head_sums`: a row's n-th number belongs to its n-th valid index.
     gradients : bool
         Compute the gradients.
 
@@ -270,9 +270,7 @@ class _Main(NamedTuple):
 
 
 class _Index(NamedTuple):
-    """The indexer's arrays, and what multiplies weights, keys and queries: 1 of numbers that are no codes, but for the
-    weights.
-    """
+    """The indexer's arrays, and the factors of weights, keys and queries: without codes 1, except for the weights."""
 
     q: Array
     k: Array

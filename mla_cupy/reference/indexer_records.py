@@ -229,7 +229,7 @@ def rotate(
 
 
 def hadamard_transform(x: Array) -> Array:
-    """H x * d**-0.5 along the last axis, whose length d is a power of 2: a butterfly in float32, neighbours first."""
+    """H x * d**-0.5 along the last axis of length d, a power of 2: a butterfly in float32, neighbours first."""
     d = x.shape[-1]
     step = 1
     while step < d:
@@ -249,7 +249,7 @@ def _transformed(x: Array, wanted: bool, rounded: bool) -> Array:
 
 
 def max_query_code(d: int) -> float:
-    """The largest code of queries whose products with any keys, d x 448 x this, are finite in float16: 57,344."""
+    """The largest query code with finite float16 products for any keys: d x 448 x this is 57,344."""
     return FLOAT16_HEADROOM / (d * MAX_CODE)
 
 
@@ -279,14 +279,14 @@ def _power_of_2(x: Array) -> Array:
 # ---- Keys in e2m1 ------------------------------------------------------------------------------------------------
 
 E2M1_WIDTH, E2M1_GROUP = 128, 32
-"""Elements of a key in e2m1, and of a group with a scale of its own."""
+"""Elements of a key in e2m1, and of a group that shares a scale."""
 MAX_E2M1 = 6.0
 NAN_SCALE = 0xFF
-"""The exponent that stands for NaN."""
+"""The exponent of NaN."""
 
 
 def are_e2m1(cache: Array, d: int) -> bool:
-    """True of a cache whose records of keys of d elements are in e2m1: 64 bytes of codes, then four exponents."""
+    """True for a cache of keys of d elements in e2m1: 64 bytes of codes, then four exponents."""
     return d == E2M1_WIDTH and cache.shape[-1] == d // 2 + SCALE_BYTES
 
 
@@ -438,7 +438,7 @@ def indexer_cache_gather(cache: Array, slots: npt.ArrayLike, *, d: int | None = 
     slots : array, (n,), integers
         A slot outside of the cache, such as -1, gives zeros.
     d : int, optional
-        Elements of a key. With 128 records of 68 bytes are keys in e2m1, see `as_e4m3`. Default: as many as codes.
+        Elements of a key. With 128 elements in 68 bytes, keys are e2m1, see `as_e4m3`. Default: the number of codes.
 
     Returns
     -------

@@ -14,7 +14,7 @@ from mla_cupy.reference.indexer_topk import indexer_topk
 Array = npt.NDArray[Any]
 
 _ROWS = 256
-"""Queries whose logits are held at once."""
+"""Queries processed at once."""
 
 
 def indexer_select(

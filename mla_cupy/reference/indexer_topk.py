@@ -41,14 +41,14 @@ def indexer_topk(
         The pages of each sequence, which has s_q / b rows: an index s becomes block_table[., s // page_size] *
         page_size + s % page_size, or -1 past the end of the table and where that is no int32 from 0 on.
     k : int
-        How many, if the range has as many.
+        Number of keys, unless the range has fewer.
     order : str
         "index": ascending; "value": from the first to the last in the order above.
     relative : bool
         Whether indices count from ks[t].
     page_size : int
     keep_first, keep_last : int
-        As many keys at the beginning and at the end of a range come before all others.
+        Number of keys at the beginning and at the end of a range that come before all others.
     return_values : bool
 
     Returns

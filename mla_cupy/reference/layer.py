@@ -7,9 +7,9 @@ these 576 numbers are all that is cached. With per-head matrices U_k (keys) and 
                 = scale * (U_k^T q_nope[i] . c[j]  +  q_rope[i] . r[j])        absorbed: 576-wide queries and keys
     out(i)      = sum_j p(i, j) U_v c[j]  =  U_v sum_j p(i, j) c[j]
 
-The un-absorbed form materialises keys and values per head (traditional MLA); the absorbed one attends to the cache as
-it lies (multi-query attention, what the kernels compute). Each is given naively, with the whole matrix of scores, and
-chunked over the cached tokens with an online softmax, so that no such matrix exists.
+The un-absorbed form materialises keys and values per head (traditional MLA); the absorbed one attends to the unchanged
+cache (multi-query attention, like the kernels). Each exists in a naive version, with the whole matrix of scores, and
+chunked over the cached tokens with an online softmax, without that matrix.
 
 Left out, because they change nothing in the attention: YaRN's scaling of positions, biases, dropout.
 """
@@ -67,7 +67,7 @@ class MlaWeights:
 def random_weights(
     config: MlaConfig, rng: np.random.Generator, dtype: type[np.float32] | type[np.float64] = np.float64
 ) -> MlaWeights:
-    """Gaussian weights that keep the variance of what they project (the norms' gains are near 1)."""
+    """Gaussian weights that keep the variance of their inputs (the norms' gains are near 1)."""
 
     def matrix(*shape: int) -> Array:
         values: Array = rng.standard_normal(shape, dtype=dtype)
@@ -124,7 +124,7 @@ def project_queries(weights: MlaWeights, hidden: Array, positions: Array) -> Arr
 
 
 def project_latents(weights: MlaWeights, hidden: Array, positions: Array) -> Array:
-    """Hidden states (s, hidden) to what the cache holds, (s, kv_lora + d_rope)."""
+    """Project hidden states (s, hidden) to cache rows, (s, kv_lora + d_rope)."""
     c = weights.config
     down = hidden @ weights.kv_down
     latent = rms_norm(down[:, : c.kv_lora], weights.kv_norm, c.norm_eps)
@@ -182,7 +182,7 @@ def absorbed_naive(weights: MlaWeights, q: Array, latents: Array) -> Array:
 
 
 def absorbed_chunked(weights: MlaWeights, q: Array, latents: Array, chunk: int = 64) -> Array:
-    """Absorbed attention, one chunk of tokens at a time: what the kernels compute."""
+    """Absorbed attention, one chunk of tokens at a time, like the kernels."""
     shared = latents[:, None, :]
     pieces = (shared[s : s + chunk] for s in range(0, len(latents), chunk))
     chunks = ((piece, piece[..., : weights.config.kv_lora]) for piece in pieces)

@@ -23,7 +23,7 @@ def merge_states(
     outs : array, (n, b, s_q, h_q, d_v)
         Partial outputs, each normalised over its own keys.
     lses : array, (n, b, h_q, s_q)
-        Their log-sum-exps. Both infinities mark a row without a key, whose `outs` is then not read.
+        Their log-sum-exps. Both infinities mark a row without a key; its `outs` is not read.
     lse_base : str
         "e" or "2": the base of `lses` and of the result.
     empty_lse : float

@@ -15,7 +15,7 @@ from mla_cupy.reference.fp8_queries import dequantised
 
 Array = npt.NDArray[Any]
 
-#: Keys of a block whose weights in e4m3 have one maximum.
+#: Keys of a block; its e4m3 weights share one maximum.
 FP8_BLOCK_KEYS = 128
 
 
@@ -56,7 +56,7 @@ def mla_prefill(
     q_rope : array, (s_q, h_q, d_rope), optional
         Last columns of the queries.
     k_rope : array, (s_kv, d_rope), (s_kv, 1, d_rope) or (s_kv, h_kv, d_rope), optional
-        Last columns of the keys: the same for all heads, or those of each head.
+        Last columns of the keys: shared by all heads, or per KV head.
     cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), integers, optional
         Where the sequences begin, and where the last one ends. Default: one sequence. Numbers are clamped to
         [0, s_q] or [0, s_kv], and one below its predecessor is raised to it.
@@ -72,7 +72,7 @@ def mla_prefill(
     scale : float, optional
         Factor of the scores, d_qk**-0.5 by default.
     out_dtype : str, optional
-        Dtype to which the rounding mode rounds `out`; default: that of `q`, or of e4m3 codes bfloat16.
+        Dtype to which the rounding mode rounds `out`; default: the dtype of `q`, or bfloat16 for e4m3 codes.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels do: see `mla_decode`. Of e4m3 codes the weights are rounded to
         e4m3, whatever the name, the largest of each 128 keys, counted from the sequence's first, being 2^8.
@@ -170,7 +170,7 @@ class SeenKeys(NamedTuple):
 def seen_keys(
     s_q: int, s_kv: int, cu_seqlens_q: npt.ArrayLike | None, cu_seqlens_kv: npt.ArrayLike | None, causal: bool
 ) -> Iterator[SeenKeys]:
-    """Keys that each query of a sequence sees; a query of none is left out."""
+    """Keys that each query of a sequence sees; queries outside all sequences are left out."""
     starts_q, starts_kv = _starts(cu_seqlens_q, s_q), _starts(cu_seqlens_kv, s_kv)
     for n in range(len(starts_q) - 1):
         begin, end = int(starts_kv[n]), int(starts_kv[n + 1])

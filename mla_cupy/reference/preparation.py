@@ -47,7 +47,7 @@ def mla_prepare(
     latent, rope, cache, slots, kv_format, scales, kv_scale
         As for `cache_append`. Without a cache there may be `rope` alone.
     q_rope : array, (n, h, 64), optional
-        Columns behind those of q.
+        Columns after q's.
     w_uk : array, (h, d_nope, 512), optional
         What the queries without their RoPE part are multiplied by, as by `absorb`.
     cos, sin : array, (max_position, 32), float32, optional

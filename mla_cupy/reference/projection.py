@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore")
 def absorb(q_nope: npt.ArrayLike, w_uk: npt.ArrayLike, q_rope: npt.ArrayLike | None = None) -> tuple[Array]:
-    """Multiply each head's queries by its W_UK: q[t, h] = q_nope[t, h] w_uk[h], beside q_rope[t, h].
+    """Multiply each head's queries by its W_UK, q[t, h] = q_nope[t, h] w_uk[h], and append q_rope[t, h].
 
     Parameters
     ----------

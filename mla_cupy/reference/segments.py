@@ -23,7 +23,7 @@ def prefill_segments(
     max_segments : int
         The most ids of either side; tokens of further ones are padding.
     segment_ids_kv : array, (s_kv,), integers, optional
-        Those of the keys; by default those of the queries.
+        Ids of the keys; default: the queries' ids.
 
     Returns
     -------

@@ -81,7 +81,7 @@ def sparse_mla_forward(
     empty_lse : float
         The `lse` of a query without a row.
     out_dtype : str, optional
-        Dtype to which the rounding mode rounds `out`; default: that of `q`.
+        Dtype to which the rounding mode rounds `out`; default: the dtype of `q`.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels do: see `mla_decode`.
 
@@ -171,7 +171,7 @@ def sparse_mla_backward(
     d_v, scale, topk_length, attn_sink, causal, relative, cu_seqlens_q, cu_seqlens_kv, lse_base
         As for the forward.
     dkv_dtype : str, optional
-        Dtype to which the rounding mode rounds `dkv`; default: that of `kv`.
+        Dtype to which the rounding mode rounds `dkv`; default: the dtype of `kv`.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels do: float32 throughout, but P rounded to that format, and dS,
         which is made of it, and `dq` rounded to the dtype of `q`.

@@ -1,9 +1,9 @@
 """Records of the kernels that the self-test has admitted: written by it, read once for each GPU of a process.
 
-A kernel that has never run on hardware (`KernelSpec.unproven`) is chosen by default only where such a record names it.
-A record holds under its conditions alone: the model of GPU, its driver, the version of the package and the compiler;
-and each kernel in it for as long as it would be built from the same sources with the same options. Each set of
-conditions has a file of its own, so that machines that share a cache directory do not overwrite each other's.
+A kernel that has never run on hardware (`KernelSpec.unproven`) is chosen by default only where a record of a self-test
+admits it. A record is valid under its conditions alone: the model of GPU, its driver, the version of the package and
+the compiler; and for each kernel as long as it would be built from the same sources with the same options. Each set of
+conditions has a separate file, so that machines that share a cache directory do not overwrite each other's.
 
 A record decides which code runs, so one that another user could have written is not read (see `trust`).
 """
@@ -45,7 +45,7 @@ class Conditions:
     Attributes
     ----------
     gpu, target : str
-        The model, by its name in CUDA, and what is compiled for it.
+        The model, by its name in CUDA, and its compilation target.
     driver, mla_cupy : str
         Versions.
     compiler : str
@@ -60,7 +60,7 @@ class Conditions:
 
     @classmethod
     def here(cls, gpu: str, target: str) -> Conditions:
-        """Make those of this process, for a GPU of this machine."""
+        """Make this process's conditions, for a GPU of this machine."""
         return cls(gpu, target, nvml_driver(), __version__, _compiler())
 
     @property
@@ -72,7 +72,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class _Admitted:
-    """A kernel in a record: one of its builds, and what that was made of."""
+    """A kernel in a record: one of its builds, and that build's inputs."""
 
     request: BuildRequest
     made_of: str
@@ -99,7 +99,7 @@ class _Record:
 def admitted(gpu: str, target: str) -> frozenset[str]:
     """The kernels that are admitted on a GPU of this machine, by its name in CUDA and its target.
 
-    `MLA_CUPY_ADMISSION` may say instead that all are, or none.
+    `MLA_CUPY_ADMISSION` may admit all of them, or none.
     """
     said = env.get("ADMISSION")
     if said != "record":
@@ -119,7 +119,7 @@ def admitted(gpu: str, target: str) -> frozenset[str]:
 
 
 def write(conditions: Conditions, passed: Mapping[str, BuildRequest], failed: Collection[str]) -> None:
-    """Admit kernels, and withdraw others; what the record says of the rest stays.
+    """Admit kernels, and withdraw others; the rest of the record stays.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ def records() -> list[dict[str, Any]]:
 
 
 def _differences(record: _Record, driver: str, compiler: str) -> Iterator[str]:
-    """Differences between the conditions of a record and those here, as far as they can be told without CUDA."""
+    """Differences between the conditions of a record and the present ones, as far as they are known without CUDA."""
     for what, then, now in (
         ("driver", record.conditions.driver, driver),
         ("mla_cupy", record.conditions.mla_cupy, __version__),
@@ -196,7 +196,7 @@ def _compiler() -> str:
 
 
 def _read(path: Path) -> _Record | None:
-    """A record; None where there is none, or one that is damaged or not trusted."""
+    """A record; None if it is missing, damaged or untrusted."""
     owners = trust.trusted_owners()
     try:
         trust.check_directory(path.parent, owners)
@@ -218,7 +218,7 @@ def _kernel(request: Mapping[str, Any], made_of: str) -> _Admitted:
 
 
 def _replace(path: Path, record: _Record) -> None:
-    """Put a record in place, all of it at once; no other user can write it, whatever the umask says."""
+    """Replace a record atomically; no other user can write it, whatever the umask."""
     fresh = path.with_name(f".new-{uuid.uuid4().hex}")
     try:
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)

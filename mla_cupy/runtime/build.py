@@ -1,6 +1,6 @@
 """Compile one kernel with NVRTC, read ptxas' report, and refuse builds with register spills or serialised WGMMA.
 
-NVRTC calls a kernel that spills, or whose WGMMAs it serialises, a success. Here both are errors.
+NVRTC reports success for a kernel that spills, or with serialised WGMMAs. Here both are errors.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class BuildRequest:
     """One kernel to compile: an entry point of a source file, for one target, with its macros.
 
     `label` is the variant's canonical name; `arch` a target such as "sm_90a", or "compute_90a" for the PTX alone that a
-    simulator runs. `spill_bytes` is what it may spill: of stores, as ptxas counts them. `prelude` is a header that is
-    compiled before the source, which does not include it; `opening` a statement that is put first in the entry, on the
-    line of its brace.
+    simulator runs. `spill_bytes` is the allowed size of spill stores, as counted by ptxas. `prelude` is a header that
+    is compiled before the source, which does not include it; `opening` a statement that is put first in the entry, on
+    the line of its brace.
     """
 
     entry: str
@@ -68,7 +68,7 @@ class BuildRequest:
         return replace(self, arch=self.arch.replace("sm_", VIRTUAL))
 
     def files(self) -> dict[str, bytes]:
-        """Name and text of every file that it is made of; the first one is compiled, and includes the others."""
+        """Name and text of every source file; the first one is compiled, and includes the others."""
         own = sources.gather(self.source)
         if self.opening:
             own[self.source] = _opened(own[self.source], self.entry, self.opening)
@@ -99,8 +99,8 @@ class Resources(TypedDict):
 class BuildInfo(Resources):
     """Facts about a compiled kernel, as the disk cache keeps them.
 
-    `seconds` is what the compilation took; `facts` are the kernel's own constants, `notes` what the compiler said
-    beyond the figures. `image_key` and `sha256` are the disk cache's, and empty until it has the kernel.
+    `seconds` is the compilation time; `facts` are the kernel's own constants, `notes` the compiler's further output.
+    `image_key` and `sha256` belong to the disk cache, and are empty until it has the kernel.
     """
 
     name: str
@@ -121,7 +121,7 @@ class BuildInfo(Resources):
 
 @dataclass(frozen=True)
 class Build:
-    """A compiled kernel: the image for the driver, the PTX it was made of, and what is known about it.
+    """A compiled kernel: the image for the driver, its PTX, and its information.
 
     Of a virtual target there is no image, and nothing is known of its resources: they are zeros.
     """
@@ -232,7 +232,7 @@ def notes(log: str) -> list[str]:
 
 
 def facts(cubin: bytes, ptx: bytes) -> dict[str, int | list[int]]:
-    """The constants `mla_fact_*` of the cubin, or of the PTX where there is none.
+    """The constants `mla_fact_*` of the cubin, or of the PTX without a cubin.
 
     A scalar (or array of one) is an int, an array a list.
     """
@@ -257,7 +257,7 @@ def _constants_of_ptx(ptx: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def entries(cubin: bytes, ptx: bytes) -> list[str]:
-    """Names of the entry points of the cubin, or of the PTX where there is none."""
+    """Names of the entry points of the cubin, or of the PTX without a cubin."""
     if not cubin:
         return [name.decode() for name in _PTX_ENTRY.findall(ptx)]
     return [symbol.name for symbol in elf.symbols(cubin) if symbol.is_entry]

@@ -1,4 +1,4 @@
-"""Check what is known about a compiled kernel. It is read from a disk, so nothing about it is taken for granted."""
+"""Check the information about a compiled kernel. It comes from a disk, so nothing is taken for granted."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _FIELDS: Mapping[str, Callable[[object], bool]] = {
 
 
 def problem(info: dict[str, Any], cubin: bytes, ptx: bytes) -> str:
-    """Explain why `info` is not that of `cubin`, or of `ptx` where that is all that a virtual target has, or "".
+    """Explain why `info` does not describe `cubin`, or `ptx` for a virtual target; "" if it does.
 
-    A field is missing or of another type than `build` writes, or it says something else than the cubin itself does:
-    a kernel that is launched with wrong facts computes wrong numbers.
+    A field is missing, has another type than `build` writes, or contradicts the cubin: a kernel that is launched with
+    wrong facts computes wrong numbers.
     """
     for name, is_right in _FIELDS.items():
         if name not in info:

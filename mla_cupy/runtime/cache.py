@@ -34,7 +34,7 @@ LAYOUT = "kernels-v1"
 
 _CUBIN, _PTX, _INFO = "kernel.cubin", "kernel.ptx", "info.json"
 _MAX_RECORD_BYTES, _MAX_IMAGE_BYTES = 1 << 20, 1 << 28
-_UNTRUSTED_REMEDY = "they are built again; delete the others with `mla-cupy clear-cache`"
+_UNTRUSTED_REMEDY = "they are rebuilt; delete the old ones with `mla-cupy clear-cache`"
 _warned: set[str] = set()
 
 
@@ -42,7 +42,7 @@ _warned: set[str] = set()
 class Places:
     """Directories of entries: those to read, and the one to write (None: nothing is writable).
 
-    `problem` says why it is not the one that was asked for, and what to do.
+    `problem` explains why it is not the requested one, and what to do.
     """
 
     read: tuple[Path, ...]
@@ -98,7 +98,7 @@ def entry_name(request: BuildRequest, nvrtc_path: str) -> str:
 
 
 def read(entry: Path, owners: frozenset[int] | None = None) -> Build | None:
-    """The build in an entry; None where there is none, or one that is damaged or not trusted.
+    """The build in an entry; None if it is missing, damaged or untrusted.
 
     `owners` are the users who may have written it: by default this one and root.
     """
@@ -117,7 +117,7 @@ def read(entry: Path, owners: frozenset[int] | None = None) -> Build | None:
         problem = "a file is missing"
     except trust.UntrustedError as error:
         problem = str(error)
-        warn_once(f"kernels in {entry.parent} are not used, since what is there {error.strerror}: {_UNTRUSTED_REMEDY}")
+        warn_once(f"kernels in {entry.parent} are ignored, since a path {error.strerror}: {_UNTRUSTED_REMEDY}")
     except (OSError, ValueError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
     logger.info("cache entry %s is damaged: %s", entry, problem)
@@ -127,7 +127,7 @@ def read(entry: Path, owners: frozenset[int] | None = None) -> Build | None:
 def write(entry: Path, build: Build, key: str) -> None:
     """Write an entry, all of it at once; a sound one of the same inputs stays, any other is replaced.
 
-    Whatever the umask says, no other user can write it.
+    No other user can write it, whatever the umask.
 
     Raises
     ------
@@ -209,7 +209,7 @@ def clear() -> tuple[int, int]:
 
 
 def warn_once(message: str) -> None:
-    """Say something about the cache, once in a process; where warnings are errors, each time."""
+    """Warn about the cache, once per process; each time if warnings are errors."""
     if message not in _warned:
         warnings.warn(f"mla_cupy: {message}", RuntimeWarning, stacklevel=2)
         _warned.add(message)
@@ -295,7 +295,7 @@ def _remove(path: Path) -> None:
 
 
 def _equal(build: Build | None, made: dict[str, Any]) -> bool:
-    """True if a build has the same inputs as the one whose info is `made`."""
+    """True if a build has the same inputs as the build with info `made`."""
     return build is not None and all(build.info.get(name) == made[name] for name in ("image_key", "nvrtc", "options"))
 
 

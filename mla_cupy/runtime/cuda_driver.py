@@ -137,8 +137,8 @@ class CudaDriver:
     def load(self, build: Build, device: int) -> LoadedKernel:
         """Load the kernel of `build` on `device`.
 
-        CuPy keeps loaded modules by path, so every image gets a path of its own that is never used again: a file in
-        memory whose descriptor stays open. That also works where no directory is writable.
+        CuPy caches loaded modules by path, so every image gets a unique path that is never reused: a file in memory
+        with an open descriptor. That also works where no directory is writable.
         """
         entry, smem = build.entry, build.dynamic_smem
         with self.device_guard(device):
@@ -160,7 +160,7 @@ class CudaDriver:
         return tensormap.encode(spec)
 
     def memset(self, ptr: int, value: int, nbytes: int, stream: int) -> None:
-        """Enqueue a fill on `stream`, whose device must be current."""
+        """Enqueue a fill on `stream`; its device must be current."""
         status = self._bindings.cuMemsetD8Async(ptr, value, nbytes, stream)[0]
         if status:
             raise RuntimeError(_message("cuMemsetD8Async", int(status), status.name))
@@ -170,7 +170,7 @@ class CudaDriver:
     ) -> PreparedLaunch:
         """One configuration, one argument block; enqueueing sets the stream and makes one call.
 
-        The caller's current device stays what it is: where the kernel's context is not current, it is pushed.
+        The caller's current device does not change: if the kernel's context is not current, it is pushed.
         """
         return _Launch(self, kernel, grid, _Config(grid, block, cluster, smem, pdl), args)
 

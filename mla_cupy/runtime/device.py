@@ -10,7 +10,7 @@ from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.runtime import env
 
 _ARCHITECTURE_SPECIFIC = ("sm_90", "sm_100", "sm_103")
-"""Targets whose `a` flavour has instructions that the kernels use."""
+"""Targets with an `a` flavour that the kernels use."""
 
 
 def arch_of(major: int, minor: int) -> str:
@@ -39,7 +39,7 @@ def smem_on(arch: str) -> int:
 
 
 def usable_smem(nbytes: int) -> int:
-    """The bytes of a block's shared memory that kernels may use where the GPU has so many: see MLA_CUPY_SMEM_KB."""
+    """The bytes of shared memory per block that kernels may use, of `nbytes` on the GPU: see MLA_CUPY_SMEM_KB."""
     most = env.get("SMEM_KB")
     return nbytes if most == "all" else min(nbytes, int(most) * 1024)
 
@@ -82,7 +82,7 @@ SAMPLES = tuple(
     DeviceInfo(0, f"a GPU of {arch}", cc, 108, smem_per_block(cc), 50 << 20, 1 << 34, EVERY_KERNEL)
     for arch, cc in ((arch, divmod(number_of(arch), 10)) for arch in TARGETS)
 )
-"""A GPU of each kind, on which every kernel may be chosen: stand-ins where there is none."""
+"""One GPU of each kind, so that every kernel can be chosen: stand-ins for machines without a GPU."""
 
 
 @dataclass(frozen=True)

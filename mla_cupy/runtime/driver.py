@@ -1,4 +1,4 @@
-"""The driver that launches go to: CUDA's, unless a test or the simulator says otherwise."""
+"""The driver that launches go to: CUDA's, unless a test or the simulator replaces it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ active: Driver | None = None
 
 
 def current() -> Driver:
-    """The driver that launches go to: CUDA's, unless a test says otherwise."""
+    """The driver that launches go to: CUDA's, unless a test replaces it."""
     global active
     if active is None:
         from mla_cupy.runtime.cuda_driver import CudaDriver

@@ -11,7 +11,7 @@ _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _NOTE = struct.Struct("<III")
-_ATTRIBUTE = struct.Struct("<BBH")  # format, attribute, value or size of what follows
+_ATTRIBUTE = struct.Struct("<BBH")  # format, attribute, value or size of the data
 _PER_SYMBOL = struct.Struct("<II")
 
 _SYMTAB, _NOTES, _NO_BITS, _CUDA_INFO = 2, 7, 8, 0x70000000
@@ -40,7 +40,7 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel in a cubin: its machine code, with what it calls, and the registers of a thread."""
+    """A kernel in a cubin: its machine code, including its callees, and its registers per thread."""
 
     name: str
     code: bytes
@@ -76,7 +76,7 @@ def entries(cubin: bytes) -> list[Entry]:
 
 
 def build_id(file: BinaryIO) -> str:
-    """The GNU build id of a library, or "" where it has none; reads a few hundred bytes only.
+    """The GNU build id of a library, or ""; reads a few hundred bytes only.
 
     Raises
     ------

@@ -55,7 +55,7 @@ VARIABLES: Mapping[str, Variable] = {
             "path of the libnvrtc to compile with (default: the installed wheel, then the system)",
             is_path=True,
         ),
-        Variable("CUDA_SRC", "", "directory of the CUDA sources (default: those of the package)", is_path=True),
+        Variable("CUDA_SRC", "", "directory of the CUDA sources (default: the package's)", is_path=True),
         Variable("LINEINFO", "0", "1: kernels carry source lines for profilers", ("0", "1")),
         Variable(
             "TMEM_CHECK", "0", "1: Blackwell kernels stop at wrong accesses to tensor memory, and are slow", ("0", "1")
@@ -171,7 +171,7 @@ def cuda_roots() -> tuple[str, ...]:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment for a process that compiles: ours, but it must not start compilers of its own."""
+    """The environment for a compiling process: ours, except that it must not start further compilers."""
     return {**os.environ, VARIABLES["JIT"].full_name: "lazy"}
 
 

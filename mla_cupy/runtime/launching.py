@@ -1,4 +1,4 @@
-"""Launches as the host asks for them: argument blocks, loaded kernels, and what a driver must do, as a Protocol."""
+"""Launches in the host's form: argument blocks, loaded kernels, and a driver's duties, as a Protocol."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ArgumentBlock:
     views : tuple of memoryview
         `views[i]` is parameter i: write into it, then launch.
     pointers : int
-        Address of the `void*[]` that the driver takes.
+        Address of the `void*[]` for the driver.
 
     Notes
     -----
@@ -59,7 +59,7 @@ class ArgumentBlock:
 class LoadedKernel:
     """A loaded kernel on one device.
 
-    `handle` is the driver's function; `owner` is what keeps it loaded; `context` the context it lives in.
+    `handle` is the driver's function; `owner` keeps it loaded; `context` is its context.
     """
 
     entry: str
@@ -77,10 +77,10 @@ class Driver(Protocol):
     """Interface to a GPU for launchers. Streams are raw handles; 0 is the legacy default stream."""
 
     def wanted(self, request: BuildRequest) -> BuildRequest:
-        """Choose what to build of a kernel: all of `request`, or only its PTX."""
+        """Choose the build of a kernel: all of `request`, or only its PTX."""
 
     def load(self, build: Build, device: int) -> LoadedKernel:
-        """Load a kernel on a device, allowing the dynamic shared memory that its facts ask for."""
+        """Load a kernel on a device, and allow the dynamic shared memory of its facts."""
 
     def encode_tiled(self, spec: TensorMapSpec) -> bytes:
         """The 128 bytes of a tensor map."""

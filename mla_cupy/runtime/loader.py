@@ -68,7 +68,7 @@ def loaded(request: BuildRequest, device: int, stream: int = 0) -> launching.Loa
 class Outcome:
     """Outcome of one request of `build_all`: a build, or an error.
 
-    `cache_error` says why a build is not in the cache.
+    `cache_error` explains why a build is not in the cache.
     """
 
     request: BuildRequest
@@ -83,7 +83,7 @@ def build_all(
     jobs: int,
     on_progress: Callable[[BuildRequest, Outcome | None], None] | None = None,
 ) -> list[Outcome]:
-    """Build `requests`, up to `jobs` at a time, each in a child process of its own.
+    """Build `requests`, up to `jobs` at a time, each in a separate child process.
 
     Parameters
     ----------
@@ -130,13 +130,13 @@ def build_all(
 
 
 def forget() -> None:
-    """Drop what this process holds in memory, so that the next call looks on disk again. Loaded kernels stay alive."""
+    """Drop this process's memory cache, so that the next call reads the disk again. Loaded kernels stay alive."""
     _builds.clear()
     _kernels.clear()
 
 
 def drop_kernels_of(target: launching.Driver) -> None:
-    """Forget what `target` has loaded: nobody will launch with it again, and what it holds can be freed."""
+    """Forget the kernels that `target` has loaded: they will not be launched again, and can be freed."""
     for key in [key for key in _kernels if key[0] is target]:
         del _kernels[key]
 
@@ -165,7 +165,7 @@ def _obtain(request: BuildRequest) -> Build:
 def _cached_or_refuse(request: BuildRequest) -> Build:
     try:
         found = worker.cached(request)
-    except KernelCompileError:  # no NVRTC: what it would have built cannot be told
+    except KernelCompileError:  # no NVRTC: its version, and so the image, is unknown
         found = None
     if found is None:
         command = f"mla-cupy compile --arch {request.arch} --kernels {request.entry.removeprefix('mla_')}"
@@ -215,7 +215,7 @@ def _warn_not_cached(why: str) -> None:
 
 
 class _Patience:
-    """Tells a person once in a process, after a second of waiting in all, why calls take so long."""
+    """Tells the user once per process, after a second of waiting in all, why calls take so long."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -236,7 +236,7 @@ _patience = _Patience()
 
 
 def _is_watched() -> bool:
-    """True if a person sees standard error, and the log does not say it already."""
+    """True if a user sees standard error, and the log does not already tell it."""
     if logger.isEnabledFor(logging.INFO) or sys.stderr is None:
         return False
     return sys.stderr.isatty() or "ipykernel" in sys.modules

@@ -20,8 +20,8 @@ _TICK_SECONDS = 0.05
 def building(entry: Path | None) -> Iterator[None]:
     """Hold the lock of an entry within a with statement.
 
-    Only a courtesy. It gives up where the file system has no locks, after two minutes, and where the holder is stopped
-    or has a lower priority than this process: then building it twice is faster.
+    Only a courtesy. It gives up if the file system has no locks, after two minutes, and if the holder is stopped or has
+    a lower priority than this process: then building it twice is faster.
     """
     with contextlib.ExitStack() as stack:
         if entry is not None:

@@ -22,7 +22,7 @@ from mla_cupy.runtime import elf, env
 from mla_cupy.runtime.remedies import INSTALL_NVRTC
 
 OLDEST = (12, 9)
-"""The first NVRTC that knows every target and option that the kernels need."""
+"""The first NVRTC with every target and option that the kernels need."""
 
 _SYSTEM_NAMES = ("libnvrtc.so.{major}", "libnvrtc.so")
 _WHEEL_PATHS = {12: "cuda_nvrtc/lib/libnvrtc.so.12", 13: "cu13/lib/libnvrtc.so.13"}
@@ -122,8 +122,8 @@ def load(path: str) -> Nvrtc:
 def find_nvrtc() -> str:
     """The path of the NVRTC to use.
 
-    `MLA_CUPY_NVRTC` if set; else the wheel of NVIDIA that is installed, of the CUDA line that CuPy or cuda-bindings
-    is of; else what cuda-pathfinder finds (conda, a toolkit); else what the dynamic linker finds.
+    `MLA_CUPY_NVRTC` if set; else an installed NVIDIA wheel of the CUDA line of CuPy or cuda-bindings; else the result
+    of cuda-pathfinder (conda, a toolkit); else the result of the dynamic linker.
 
     Raises
     ------
@@ -142,7 +142,7 @@ def find_nvrtc() -> str:
 def identity(path: str) -> str:
     """Identity of this build of NVRTC, found without loading it: for cache keys.
 
-    `nvrtcVersion` tells only the minor version, and loading the library takes 0.1 s; the build id takes none.
+    `nvrtcVersion` returns only the minor version, and loading the library takes 0.1 s; the build id takes no time.
 
     Raises
     ------

@@ -20,10 +20,10 @@ class Pulse:
         self._still = 0.0
 
     def is_still(self, waited: float) -> bool:
-        """True if it has done nothing for `PATIENCE_SECONDS`, of which we have just `waited` some.
+        """True if it has done nothing for `PATIENCE_SECONDS`, including the `waited` seconds just now.
 
-        It is our own waiting that is added up, and not the time of a clock: where both of us were stopped it goes on.
-        A process of which nothing is known counts as one at work.
+        Our own waiting is added up, not the time of a clock, because both processes may have been stopped. A process
+        without any information counts as working.
         """
         now = self._sign()
         if now != self._before or not now:

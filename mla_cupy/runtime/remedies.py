@@ -13,4 +13,4 @@ INSTALL_CUPY = (
     '(CUDA 13: "cupy-cuda13x>=14" "cuda-bindings>=13,<14" "cuda-toolkit[nvrtc,cudart]==13.*"), '
     f"{_CHECKOUT}"
 )
-"""All that a GPU needs beside its driver: the extras cu12 and cu13 of setup.cfg."""
+"""Everything that a GPU needs in addition to its driver: the extras cu12 and cu13 of setup.cfg."""

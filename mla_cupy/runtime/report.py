@@ -27,9 +27,9 @@ _PACKAGES = (
 
 
 def report() -> dict[str, Any]:
-    """Versions, NVRTC, GPUs, the cache, what the self-test has admitted, the environment variables, and what is wrong.
+    """Versions, NVRTC, GPUs, the cache, admitted kernels, the environment variables, and problems.
 
-    Imports neither CuPy nor CUDA, and never fails: it is what is asked for where something else does.
+    Imports neither CuPy nor CUDA, and never fails: users run it when something else fails.
     """
     places = cache.find_places()
     count, size = cache.usage()

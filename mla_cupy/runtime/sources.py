@@ -21,7 +21,7 @@ _QUOTED = re.compile(r'"([^"]+)"(?:\s*//.*|\s*/\*.*)?')
 
 
 def source_root() -> Path:
-    """The directory of the CUDA sources: `MLA_CUPY_CUDA_SRC`, the installed ones, or those of the checkout."""
+    """The directory of the CUDA sources: `MLA_CUPY_CUDA_SRC`, the installed ones, or the checkout's."""
     if given := env.get("CUDA_SRC"):
         root = Path(given)
         if not os.path.isdir(root):  # Path.is_dir raises for a name that is too long

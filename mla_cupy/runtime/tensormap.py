@@ -1,4 +1,4 @@
-"""Tensor maps: what TMA needs to know of an array.
+"""Tensor maps: descriptions of arrays for TMA.
 
 The driver encodes a map into 128 opaque bytes, which only a driver with a GPU can do; the rules that it demands
 are checked here without one, so that a wrong map is an error with a reason and not "invalid argument".
@@ -27,26 +27,26 @@ _L2 = {"none": 0, "64B": 1, "128B": 2, "256B": 3}
 
 @dataclass(frozen=True)
 class TensorMapSpec:
-    """A tiled tensor map, as the driver wants it: the innermost dimension first.
+    """A tiled tensor map in the driver's order: the innermost dimension first.
 
     Parameters
     ----------
     dtype : str
-        A name of `mla_cupy.dtypes` that TMA knows.
+        A name of `mla_cupy.dtypes` that TMA supports.
     base : int
         Device address, a multiple of 16.
     dims : tuple of int
         1 to 5 sizes in elements, the innermost first.
     strides_bytes : tuple of int
-        Of every dimension but the innermost, which is contiguous; multiples of 16.
+        Strides of every dimension except the innermost, which is contiguous; multiples of 16.
     box : tuple of int
-        Sizes in elements of what one copy moves, each at most 256.
+        Sizes in elements of one copy, each at most 256.
     swizzle : str
         "none", "32B", "64B" or "128B": the span of the swizzle, and the most bytes that a row of the box may have.
     l2 : str
         Promotion of the fetches into L2: "none", "64B", "128B" or "256B".
     array : str
-        Name of the array that it is of, for errors; "" where there is none.
+        Name of the array, for errors; "" if there is none.
     """
 
     dtype: str
@@ -59,7 +59,7 @@ class TensorMapSpec:
     array: str = field(default="", compare=False)
 
     def validate(self) -> None:
-        """Check what the driver would refuse.
+        """Check for everything that the driver rejects.
 
         Raises
         ------

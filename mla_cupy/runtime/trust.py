@@ -1,6 +1,6 @@
 """Check that only this user could have written a file.
 
-Compiled kernels are code: what another user could have written is not run.
+Compiled kernels are code: files that another user could have written are not run.
 
 Parent directories are not checked. A user who may rename a directory in one of them can put another in its place, but
 only one that is not ours.
@@ -22,7 +22,7 @@ class UntrustedError(OSError):
 
 
 def remedy(error: OSError) -> str:
-    """Return what makes the place usable that an error is about; "" if only another place does."""
+    """Return the remedy for the place in an error; "" if only another place helps."""
     if isinstance(error, UntrustedError):
         return f"make it yours alone (chmod go-w {shlex.quote(str(error.filename))})" if error.strerror == _OPEN else ""
     return f"make {error.filename} writable" if error.errno == errno.EACCES and error.filename else ""
@@ -34,14 +34,14 @@ def trusted_owners(*more: int) -> frozenset[int]:
 
 
 def check_directory(path: Path, owners: frozenset[int]) -> os.stat_result:
-    """Check that `path` is a directory, no link, and whose contents only `owners` could have put there.
+    """Check that `path` is a directory, not a link, with contents that only `owners` could have written.
 
     In a directory with the sticky bit others can add files, but they own those.
 
     Raises
     ------
     OSError
-        If it is not there or cannot be looked at; an `UntrustedError` if it is not trusted.
+        If it does not exist or cannot be inspected; an `UntrustedError` if it is not trusted.
     """
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):
@@ -58,7 +58,7 @@ def read_file(path: Path, owners: frozenset[int], max_bytes: int) -> bytes:
     Raises
     ------
     OSError
-        If it is not there, cannot be read or has more than `max_bytes`; an `UntrustedError` if it is not trusted.
+        If it does not exist, cannot be read or has more than `max_bytes`; an `UntrustedError` if it is not trusted.
     """
     # Without O_NONBLOCK opening a FIFO waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -2,7 +2,7 @@
 
 A compilation takes seconds inside native code. On a daemon thread it crashes the interpreter at exit, in a pool of
 threads it blocks exit, and a process forked meanwhile hangs in its own first compilation (NVRTC's locks are copied
-locked). So every compilation runs in a process of its own, spawned and not forked. Such a child ends with us: it is
+locked). So every compilation runs in a separate process, spawned and not forked. Such a child ends with us: it is
 killed at exit, and it watches its standard input, which closes however we end.
 
 Run as `python -m mla_cupy.runtime.worker` it reads one JSON line (see `_Task`) and answers with one line per event.
@@ -41,12 +41,12 @@ main()
 """
 _EXIT_SECONDS = 10.0
 """Time to wait for a child that was killed: one that waits for a dead disk cannot end."""
-_CACHE_REMEDY = "set MLA_CUPY_CACHE_DIR to a directory with room that you can write"
+_CACHE_REMEDY = "set MLA_CUPY_CACHE_DIR to a writable directory with free space"
 
 
 @dataclass(frozen=True)
 class _Task:
-    """Task of a child: everything it needs, so that it decides nothing of its own."""
+    """Task of a child: everything it needs, so that it makes no decisions."""
 
     nvrtc: str
     read: list[str]
@@ -61,8 +61,8 @@ class Worker:
     Several threads may wait for it at once. `inline` makes it send the builds back through its pipe; without, it
     only leaves them in the cache.
 
-    All have the priority of this process: a call that joins one would otherwise wait longer for it, on a busy machine,
-    than for a compilation of its own.
+    All have the priority of this process: on a busy machine, a call that joins one would otherwise wait longer than for
+    a compilation of its own.
     """
 
     def __init__(self, requests: Sequence[BuildRequest], *, inline: bool) -> None:
@@ -180,7 +180,7 @@ class Worker:
 
 
 def start(requests: Sequence[BuildRequest]) -> None:
-    """Compile those of `requests` that are not cached, in the background. Never raises: the first call will say it."""
+    """Compile uncached `requests` in the background. Never raises; errors surface on the first call."""
     try:
         missing = [request for request in requests if cached(request) is None]
         if missing and cache.cache_dir() is not None:
@@ -200,7 +200,7 @@ def join(request: BuildRequest) -> Worker | None:
 
 
 def cached(request: BuildRequest) -> Build | None:
-    """The build of `request` that lies in `MLA_CUPY_CUBIN_DIR` or the cache, if any."""
+    """The build of `request` in `MLA_CUPY_CUBIN_DIR` or the cache, if any."""
     found = cache.prebuilt(request)
     if found is not None:
         return found

@@ -52,7 +52,7 @@ class CallProbe:
     """Calls of one main kernel.
 
     heads
-        The number of heads; of several, the first that the kernel takes.
+        The number of heads; of several, the first that the kernel supports.
     """
 
     name: str
@@ -69,7 +69,7 @@ class CallProbe:
     d_qk: int = D_QK
 
     def requests(self, arch: str) -> list[BuildRequest]:
-        """Nothing: the call knows best what it takes, and compiles it."""
+        """Empty: the call compiles what it needs."""
         return []
 
     def run(self, machine: Machine) -> Finding:
@@ -78,7 +78,7 @@ class CallProbe:
         Raises
         ------
         UnfitError
-            If the kernel takes no such case.
+            If the kernel does not support the case.
         """
         size = self.simulated if machine.simulated else self.on_gpu
         h_q = self._heads_that_fit(machine, size)
@@ -132,7 +132,7 @@ class CallProbe:
 
 
 def compare(name: str, got: Array, exact: Array) -> tuple[float, str]:
-    """The largest error in units of the largest exact value, and what is wrong with it ("" for nothing)."""
+    """The largest error in units of the largest exact value, and the problem ("" for none)."""
     peak = float(np.abs(exact).max())
     errors = np.abs(got.astype(np.float64) - exact) / peak
     errors = np.where(np.isfinite(errors), errors, np.inf)

@@ -19,7 +19,7 @@ KERNELS: dict[str, KernelSpec[Any]] = {
 
 
 def probes(arch: str, pattern: str = "*") -> list[Probe]:
-    """Probes for a target whose names match a pattern with wildcards: first instructions, then blocks, then kernels.
+    """Probes for a target, with names that match a pattern: first instructions, then blocks, then kernels.
 
     Raises
     ------
@@ -39,7 +39,7 @@ def probes(arch: str, pattern: str = "*") -> list[Probe]:
         *calls.probes(),
     )
     of_arch = [probe for probe in every if arch in probe.archs]
-    # By stage: the blocks of all kernels come before the first whole kernel.
+    # Stages in order: the blocks of all kernels come before the first whole kernel.
     of_arch.sort(key=lambda probe: {"block": 1, "kernel": 2}.get(stage(probe.name), 0))
     found = [probe for probe in of_arch if fnmatchcase(probe.name, pattern)]
     if not found:

@@ -1,7 +1,7 @@
 """Probes in child processes: bad device code may hang, and an illegal instruction ends its CUDA context.
 
-A child runs one probe after the other and says one JSON line for each. After anything but an orderly answer, or too
-long a silence, it is killed, and the next probe gets another child.
+A child runs one probe after the other and prints one JSON line for each. After any other answer, or too long a silence,
+it is killed, and the next probe gets another child.
 
 Run as `python -m mla_cupy.selftest.children` it is such a child.
 """
@@ -50,7 +50,7 @@ class Children:
     """One child at a time, started when it is needed.
 
     command
-        What to start instead of a child of this module: for tests.
+        Command to start instead of a child of this module: for tests.
     """
 
     def __init__(self, place: Place, command: Sequence[str] = (), start_seconds: float = START_SECONDS) -> None:
@@ -102,7 +102,7 @@ class Children:
                     pipe.close()
 
     def _begin(self) -> str:
-        """Start a child and wait until it has its context; what became of it if it has none, else ""."""
+        """Start a child and wait until it has its context; the reason if it has none, else ""."""
         try:
             self._start()
             answer = self._receive(self._start_seconds)

@@ -1,4 +1,4 @@
-"""`mla-cupy selftest`: its options, and what it shows."""
+"""`mla-cupy selftest`: its options and output."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the probes that the options ask for; returns 0, or 1 if something went wrong."""
+    """Run the selected probes; returns 0, or 1 if something went wrong."""
     from mla_cupy.selftest import catalog, place, runner, summary, verdict
 
     arch = options.arch or place.default_arch()

@@ -18,7 +18,7 @@ from mla_cupy.selftest.probe import BLACKWELL, Array, Case, InstructionProbe, ra
 from mla_cupy.selftest.tmem import LAST_WINDOW, known_cells
 
 STEP_BYTES = 32
-"""Bytes of each row of operands that one product takes."""
+"""Bytes of each row of operands per product."""
 E4M3 = "float8_e4m3fn"
 
 
@@ -42,7 +42,7 @@ class Product:
         return STEP_BYTES // self.element_bytes * self.steps
 
     def parameters(self) -> params.Product:
-        """Parameters as the kernel takes them."""
+        """Parameters in the kernel's form."""
         return params.Product(
             m=self.m,
             n=self.n,
@@ -57,7 +57,7 @@ class Product:
     def __str__(self) -> str:
         majors = "MN" if self.a_mn else "K", "MN" if self.b_mn else "K"
         text = f"M {self.m} N {self.n} K {self.k}, A {majors[0]}-major, B {majors[1]}-major, lane {self.lane}"
-        return text + (", added to what is there" if self.accumulate else "")
+        return text + (", accumulated" if self.accumulate else "")
 
 
 KERNEL: KernelSpec[object] = KernelSpec(
@@ -143,7 +143,7 @@ CODES: dict[str, Product] = {
 
 
 def _bits(x: Array, dtype: str) -> Array:
-    """Bit patterns, which need no library that knows the type."""
+    """Bit patterns, which need no library with that type."""
     return np.ascontiguousarray(x).astype(dtypes.numpy_dtype(dtype)).view(np.uint8 if dtype == E4M3 else np.uint16)
 
 

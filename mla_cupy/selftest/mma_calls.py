@@ -1,6 +1,6 @@
 """Probes of forward kernels: decode, prefill and the indexer's logits against the oracle, small, then larger.
 
-Those of the kernels with mma.sync, but for lists of tokens, and of dense decode and the logits with tcgen05.
+They cover the mma.sync kernels, except for lists of tokens, and dense decode and the logits with tcgen05.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class MmaProbe:
-    """Two calls of one kernel, whose results must be those of the oracle, and the same bits."""
+    """Two calls of one kernel; results must match the oracle and each other, bit by bit."""
 
     name: str
     about: str
@@ -64,7 +64,7 @@ class MmaProbe:
     seconds: float = CALL_SECONDS
 
     def requests(self, arch: str) -> list[BuildRequest]:
-        """Nothing: the call knows best what it takes, and compiles it."""
+        """Empty: the call compiles what it needs."""
         return []
 
     def run(self, machine: Machine) -> Finding:
@@ -105,7 +105,7 @@ def _decode(sizes: Sizes, heads: int, dtype: str, d_qk: int = D_QK) -> Problem:
 
 
 def random_records(rng: np.random.Generator, name: str, pages: int, kind: Any, mean: float = 0.0) -> Array:
-    """A cache of FP8 records, full of keys, latents around a mean; `kind` is the dtype that they have before."""
+    """A cache of FP8 tokens, full of keys, latents around a mean; `kind` is the dtype before quantisation."""
     record = FORMATS[name]
     room, page_bytes = pages * PAGE_SIZE, -(-record.page_bytes(PAGE_SIZE) // 16) * 16
     strides = (page_bytes, record.token_bytes, 1)
@@ -174,7 +174,7 @@ def _logits_paged(sizes: Sizes, heads: int, tokens: int) -> Problem:
 
 @functools.lru_cache(maxsize=2)
 def _prefill(sizes: Sizes, dtype: str, d_qk: int) -> Problem:
-    """One sequence of two heads, whose queries are its last tokens."""
+    """One sequence of two heads; the queries are its last tokens."""
     rng, kind = random(f"prefill {sizes} {dtype} {d_qk}"), dtypes.numpy_dtype(dtype)
     shapes = {"q": (sizes.queries, 2, d_qk), "k": (sizes.keys, 2, d_qk), "v": (sizes.keys, 2, 128)}
     arguments: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Probes of a pair of blocks: products by `cta_group::2`, and gathers whose bytes the first block counts."""
+"""Probes of a pair of blocks: products by `cta_group::2`, and gathers counted by the first block."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _probe(label: str, dtype: str, added: bool) -> InstructionProbe:
     n, n_major, window = PRODUCTS[label]
     name = f"mma.pair/{dtype}/{label}{'-added' if added else ''}"
     about = f"tcgen05.mma of a pair: M {M} N {n} K {K}, A K-major, B {'MN' if n_major else 'K'}-major"
-    about += ", added to what is there" if added else ""
+    about += ", accumulated" if added else ""
     case = partial(_case, name, dtype, n, n_major, window, added)
     needs = ("tmem/*/32x32b.x32-*", "copy/gather4/*")
     return InstructionProbe(name, about, KERNEL, Variant(dtype=dtype), case, needs=needs)

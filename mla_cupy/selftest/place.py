@@ -1,4 +1,4 @@
-"""Machine that probes run on: the GPU that they are for, or the simulator."""
+"""Machine that runs probes: their GPU, or the simulator."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mla_cupy.selftest.probe import ARCHS, Machine
 DEFAULT_ARCH = "sm_100a"
 SIMULATED_SMS = 2
 SIMULATED_MODE = "late"
-"""Asynchronous work is done as late as the rules allow: what does not wait for it shows."""
+"""Asynchronous work is done as late as the rules allow: a missing wait shows."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """`gpu` is its name, or empty; then `reason` says why the simulator takes its place, in `mode`."""
+    """`gpu` is its name, or empty; then `reason` explains why the simulator runs instead, in `mode`."""
 
     arch: str
     gpu: str

@@ -40,7 +40,7 @@ INSTRUCTION_SECONDS = 20.0
 
 
 class UnfitError(Exception):
-    """The probe says nothing here, such as a kernel for other sizes: no failure."""
+    """The probe does not apply, such as a kernel for other sizes: not a failure."""
 
 
 class Machine(NamedTuple):
@@ -62,7 +62,7 @@ class Machine(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Finding of a probe: "" or the first difference, and what was compared."""
+    """Finding of a probe: "" or the first difference, and a description of the comparison."""
 
     difference: str
     compared: str
@@ -81,11 +81,11 @@ class Probe(Protocol):
 
     @property
     def archs(self) -> tuple[str, ...]:
-        """Architectures that have what is tried."""
+        """Architectures that support the probe."""
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names (with wildcards) of the probes without whose success this one says nothing."""
+        """Names (with wildcards) of the probes that must pass for this one to mean anything."""
 
     @property
     def seconds(self) -> float:
@@ -119,11 +119,11 @@ class Case:
     """One launch.
 
     arrays
-        What is in memory before, by name.
+        Initial contents of memory, by name.
     params
-        Of the kernel.
+        Parameters of the kernel.
     expected
-        What is in some of the arrays afterwards, exactly.
+        Exact final contents of some of the arrays.
     """
 
     arrays: Mapping[str, Array]
@@ -135,7 +135,7 @@ class Case:
 
 @dataclass(frozen=True)
 class InstructionProbe:
-    """One launch of a kernel that does nothing but what is tried."""
+    """One launch of a kernel that does nothing but the instruction."""
 
     name: str
     about: str

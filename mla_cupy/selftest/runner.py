@@ -32,7 +32,7 @@ def run(
     place : Place
         On a GPU they run in child processes.
     keep_going : bool
-        Run also those that need one that has failed, and those of a stage in which several have hung.
+        Also run probes that need a failed one, and the rest of a stage in which several have hung.
     tell : callable
         Called with a name and None before a probe, and with its result after it.
     """

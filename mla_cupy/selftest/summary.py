@@ -25,7 +25,7 @@ def succeeded(results: Sequence[Result]) -> bool:
 
 
 def facts(place: Place, keep_going: bool = False) -> dict[str, Any]:
-    """Facts about the machine that a reader of the report must know."""
+    """Facts about the machine for readers of the report."""
     known = report.report()
     versions = known["versions"]
     cupy = [text for name, text in versions.items() if name.startswith("cupy") and text != "not installed"]

@@ -17,12 +17,12 @@ class Result:
     """Result of a probe.
 
     status
-        "passed"; "failed": other values came out; "died": an error of the compiler, CUDA or the simulator; "hung";
-        "skipped", because another one failed; "unfit": there is nothing to try here.
+        "passed"; "failed": wrong values; "died": an error of the compiler, CUDA or the simulator; "hung"; "skipped",
+        because another one failed; "unfit": the probe does not apply.
     message
         The first difference, the error, or why it was skipped.
     compared
-        What was compared, and how.
+        Description of the comparison.
     """
 
     name: str

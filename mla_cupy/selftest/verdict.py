@@ -1,4 +1,4 @@
-"""Verdict of a run on the kernels that have never run on hardware: admitted is one whose every probe has passed."""
+"""Verdict on the kernels that have never run on hardware: a kernel is admitted if all of its probes pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mla_cupy.selftest.probe import Probe, stage
 from mla_cupy.selftest.trial import PASSED, UNFIT, Result
 
 CALLS = ("block", "kernel")
-"""Stages whose probes run a kernel of the package; each must have passed at least once."""
+"""Stages with probes that run a kernel of the package; each must have passed at least once."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Verdict:
 
 
 def needed(kernel: str, probes: Sequence[Probe]) -> list[Probe]:
-    """The probes of a kernel, and those without whose success they say nothing."""
+    """The probes of a kernel, and the probes that they need."""
     found: dict[str, Probe] = {}
     patterns = [f"{one}/{kernel}/*" for one in CALLS]
     while patterns:

@@ -1,6 +1,6 @@
 """The operations as operators of PyTorch: under autograd, `torch.compile` and CUDA graphs.
 
-The functions have the names, the arguments and the meaning of those of `mla_cupy`, with these differences:
+The functions have the names, arguments and meaning of `mla_cupy`'s functions, with these differences:
 
 - `mla_prefill` and `sparse_mla_forward` are differentiable, and so are the scalars of `indexer_warmup_objective` and
   `indexer_sparse_objective`: in reverse mode, by autograd and by torch.func. Other derivatives raise DTypeError.
@@ -79,7 +79,7 @@ __all__ = [
     "sparse_mla_decode",
     "sparse_mla_forward",
 ]
-# ---- End of what is written
+# ---- End of the generated part
 
 import mla_cupy.torch.pytrees  # noqa: F401
 

@@ -34,13 +34,13 @@ def call(
     workspace: torch.Tensor | None = None,
     gradient: Callable[..., tuple[torch.Tensor, ...]] | None = None,
 ) -> tuple[Any, ...]:
-    """Call an operator: the one that returns results, or the one that writes to given tensors.
+    """Call an operator: the one that returns results, or the one that writes to the passed tensors.
 
     Parameters
     ----------
     operators : Operators
     arrays, options : tuple
-        Those of the operation, in its order.
+        The operation's arrays and options, in its order.
     workspace : tensor, optional
     gradient : callable, optional
         The operation under transforms of torch.func, if it has a gradient.
@@ -61,7 +61,7 @@ def call(
     if given or operators.write is operators.make:
         refuse_batches(operators.operation.name, {**arguments, **given})
     if not given and workspace is not None:
-        raise ArgumentError(explain("workspace", "a tensor", "None, unless tensors for the results are given, too"))
+        raise ArgumentError(explain("workspace", "a tensor", "None, unless tensors for the results are passed"))
     arguments, by_transform = _differentiable(operators, arguments, bool(given), gradient)
     arguments = with_dtypes(operators, arguments)
     if given:
@@ -77,8 +77,8 @@ def arguments_of(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Name the arguments of an operation's operators, and the tensors for results.
 
-    Outside of compiled programs they are checked, and those at their defaults are left out: the dispatcher takes its
-    time for each. PyTorch's own errors, of arguments of other kinds, are not those of the package.
+    Outside compiled programs arguments are checked, and defaults are left out: the dispatcher takes time for each.
+    PyTorch's own errors for wrong kinds of arguments differ from the package's.
 
     Raises
     ------
@@ -118,12 +118,12 @@ def targets(given: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]
     there = {name: x for name, x in given.items() if x is not None}
     if 0 < len(there) < len(given):
         missing = next(name for name in given if name not in there)
-        raise ArgumentError(explain(missing, None, f"a tensor, like {next(iter(there))}", "give all results or none"))
+        raise ArgumentError(explain(missing, None, f"a tensor, like {next(iter(there))}", "pass all results or none"))
     return there
 
 
 def _wanted(operators: Operators, arguments: Mapping[str, Any], results: Mapping[str, Any]) -> list[str]:
-    """The results that there are; of the others none may be given."""
+    """The results of this call; tensors for others are rejected."""
 
     def is_set(option: str) -> bool:
         return check_flag(option, arguments.get(option, operators.defaults[option]))
@@ -141,7 +141,7 @@ def _wanted(operators: Operators, arguments: Mapping[str, Any], results: Mapping
 def _differentiable(
     operators: Operators, arguments: dict[str, Any], given: bool, gradient: Callable[..., Any] | None
 ) -> tuple[dict[str, Any], Callable[..., Any] | None]:
-    """The arguments, and what to call under transforms of torch.func instead of the operator."""
+    """The arguments, and the function to call instead of the operator under transforms of torch.func."""
     name = operators.operation.name
     if operators.operation.derivative == "constant":
         refuse_transforms(name, arguments)
@@ -155,7 +155,7 @@ def _differentiable(
 
 
 def detached(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an operation whose results are constants to autograd."""
+    """The arguments of an operation with results that are constants to autograd."""
     return {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
 
 
@@ -163,7 +163,7 @@ def detached(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_dtypes(operators: Operators, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with dtypes in any form as PyTorch's, which is all that a schema takes."""
+    """The arguments with all dtypes converted to PyTorch's, the only ones in a schema."""
     return {key: _dtype(key, value) if key in operators.dtypes else value for key, value in arguments.items()}
 
 
@@ -183,7 +183,7 @@ def _dtype_name(option: str, dtype: Any) -> str | None:
 
 
 def check_kind(kind: str, key: str, value: Any) -> Any:
-    """Check an argument outside of compiled programs; returns it as a schema takes it."""
+    """Check an argument outside compiled programs; returns it in the schema's form."""
     return value if _is_compiling() else _of_kind(kind, key, value)
 
 

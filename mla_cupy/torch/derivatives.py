@@ -1,4 +1,4 @@
-"""Derivatives that do not exist: what would return zeros raises instead, and says what has a gradient."""
+"""Derivatives that do not exist: raise an error instead of returning zeros, and name the functions with a gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mla_cupy.dtypes import name_of
 from mla_cupy.errors import DTypeError, explain
 
 _NOT_BESIDE = {"mla_prefill": "mask"}
-"""The input beside which an operation with a gradient has none."""
+"""The input with which a differentiable operation has no gradient."""
 _INSTEAD = (
     "detach it; in mla_cupy.torch mla_prefill, sparse_mla_forward, indexer_warmup_objective and "
     "indexer_sparse_objective have gradients, in reverse mode"
@@ -33,7 +33,7 @@ def transformed() -> bool:
 
 @runs_as_it_is
 def refuse(operation: str, given: Mapping[str, Any]) -> None:
-    """Raise DTypeError where a tensor's derivatives are wanted, in either mode: the operation has none."""
+    """Raise DTypeError if a tensor's derivatives are requested, in either mode: the operation has none."""
     _look_outside()
     for argument, x in _floats(given):
         if is_recorded(x) or _has_tangent(x):
@@ -50,7 +50,7 @@ def refuse_tangents(operation: str, given: Mapping[str, Any]) -> None:
 
 
 def refuse_beside(operation: str, given: Mapping[str, Any]) -> None:
-    """Raise DTypeError where derivatives are wanted beside an input that has no place in the gradient, or of codes."""
+    """Raise DTypeError if derivatives are requested with an input that the gradient does not support, or with codes."""
     other = _NOT_BESIDE.get(operation)
     if other is not None and given.get(other) is not None:
         refuse(f"{operation} with a {other}", given)
@@ -60,25 +60,25 @@ def refuse_beside(operation: str, given: Mapping[str, Any]) -> None:
 
 
 def refuse_transforms(operation: str, given: Mapping[str, Any]) -> None:
-    """`refuse` under transforms of torch.func; what autograd records counts as a constant."""
+    """`refuse` under transforms of torch.func; tensors recorded by autograd count as constants."""
     (refuse if transformed() else refuse_tangents)(operation, given)
 
 
 @runs_as_it_is
 def refuse_batches(operation: str, given: Mapping[str, Any]) -> None:
-    """Raise DTypeError for tensors under vmap: PyTorch cannot batch what writes to its arguments."""
+    """Raise DTypeError for tensors under vmap: PyTorch cannot batch an operator that writes to its arguments."""
     if _is_compiling() or not _has_transforms():
         return
     for name, x in given.items():
         if isinstance(x, torch.Tensor) and any(map(_FUNCTORCH.is_batchedtensor, _layers(x))):
-            remedy = "call it without tensors for results, or in a loop"
+            remedy = "call it without tensors for results, or loop over the batch"
             expected = f"one without a batch: {operation} writes to its arguments here"
             raise DTypeError(explain(name, "a tensor under vmap", expected, remedy))
 
 
 @runs_as_it_is
 def is_recorded(x: torch.Tensor) -> bool:
-    """Tell whether reverse mode records what happens to a tensor, beneath vmap, too."""
+    """True if reverse mode records a tensor, beneath vmap, too."""
     _look_outside()
     return torch.is_grad_enabled() and any(layer.requires_grad for layer in _layers(x))
 
@@ -102,7 +102,7 @@ def _floats(given: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _layers(x: torch.Tensor) -> Iterable[torch.Tensor]:
-    """A tensor, and what transforms have wrapped in it, from outside in."""
+    """A tensor, and the tensors that transforms have wrapped in it, from outside in."""
     yield x
     while not _is_compiling() and _FUNCTORCH.is_functorch_wrapped_tensor(x):
         x = _FUNCTORCH.get_unwrapped(x)
@@ -110,7 +110,7 @@ def _layers(x: torch.Tensor) -> Iterable[torch.Tensor]:
 
 
 def _look_outside() -> None:
-    """Make a compiler that meets derivatives break its graph: whose they are can only be seen outside of it."""
+    """Make a compiler that meets derivatives break its graph: only code outside can see whose derivatives they are."""
     if _is_compiling() and _differentiating():
         _leave_the_graph()
 

@@ -47,7 +47,7 @@ _TEXTS: dict[str, Text] = {
     ),
     "mla_prefill": Text(
         notes="`out` and `lse` are differentiable with respect to queries, keys, values and the state, without a mask "
-        f"and unless tensors for them are given. {_DETERMINISTIC}",
+        f"and unless you pass tensors for them. {_DETERMINISTIC}",
         examples="""\
 >>> import torch
 >>> import mla_cupy.torch as mla
@@ -58,9 +58,9 @@ _TEXTS: dict[str, Text] = {
 [1.84, 0.83, 0.33]""",
     ),
     "mla_prefill_backward": Text(
-        more="Autograd calls it; call it yourself to say where the gradients go, such as dk and dv to one tensor."
+        more="Autograd calls it. Call it yourself to choose the gradients' memory, such as one tensor for dk and dv."
     ),
-    "sparse_mla_backward": Text(more="Autograd calls it; call it yourself for options that autograd has no place for."),
+    "sparse_mla_backward": Text(more="Autograd calls it. Call it yourself for options that autograd cannot pass."),
     "sparse_mla_decode": Text(
         notes=NO_GRADIENT_OF_DECODE,
         examples="""\
@@ -107,10 +107,10 @@ def documented(function: _F) -> _F:
 
 
 def _notes(docstring: Docstring, results: int, has_workspace: bool) -> str:
-    """Notes on gradients, and on results that are given together."""
+    """Notes on gradients, and on passing tensors for results."""
     rules = [docstring.notes]
     if results > 1:
-        rules.append("Tensors for the results are given all or none.")
+        rules.append("Pass tensors for all results or for none.")
     if has_workspace:
-        rules.append("A `workspace` is for calls with tensors for the results.")
+        rules.append("A `workspace` requires tensors for the results.")
     return docstrings.filled(" ".join(filter(None, rules)))

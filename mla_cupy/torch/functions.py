@@ -1,4 +1,4 @@
-"""The operations as functions of PyTorch's tensors. Their docstrings are made from those of `mla_cupy`.
+"""The operations as functions of PyTorch's tensors. Their docstrings are made from `mla_cupy`'s.
 
 Written by `python -m tools.generate` from the operations' records.
 """

@@ -1,7 +1,7 @@
-"""Operators of PyTorch: how they are registered, and what they do.
+"""Operators of PyTorch: their registration and implementation.
 
-Each operation has two: `mla_cupy::NAME` returns new tensors, `mla_cupy::NAME_out` writes to given ones. Both run what
-the public function runs; their fakes check what it checks.
+Each operation has two: `mla_cupy::NAME` returns new tensors, `mla_cupy::NAME_out` writes to passed ones. Both run the
+public function's code; their fakes run the same checks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _has_transforms = torch._C._are_functorch_transforms_active
 def is_plain_call(arrays: Sequence[Any]) -> bool:
     """Tell whether nothing has to see an operator: no compiler, mode, transform or subclass is at work, nor "meta".
 
-    The dispatcher costs several microseconds for operators of so many arguments.
+    The dispatcher costs several microseconds for operators with this number of arguments.
     """
     if _is_compiling() or _count_modes() or _has_transforms():
         return False
@@ -59,18 +59,19 @@ class Operators:
     ----------
     operation : Operation
     describe : callable
-        Makes an Invocation of the operators' arguments: PyTorch leaves out what ends in defaults.
+        Makes an Invocation of the operators' arguments: PyTorch leaves out trailing defaults.
     arguments, results, returns : str
-        Parts of their schemas: the inputs and options; the tensors to write to; what the first one returns.
+        Parts of their schemas: the inputs and options; the tensors to write to; the first operator's results.
     unwritten : tuple of str
         Options whose default, -inf, no schema can hold: they may be None there.
 
     Attributes
     ----------
     make, write : operator
-        What returns new tensors, and what writes to given ones; the same for an operation without results.
+        The operator that returns new tensors, and the one that writes to passed ones; equal for an operation without
+        results.
     kinds, defaults : dict
-        Of each argument, its type in the schema; of those that may be left out, what they are then.
+        Type of each argument in the schema; default of each optional one.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Operators:
 
 
 def _kinds(arguments: str, unwritten: tuple[str, ...]) -> dict[str, str]:
-    """The types of arguments by their names, without what says that they are changed."""
+    """The types of arguments by their names, without marks of mutation."""
     found = {}
     for argument in arguments.split(", "):
         kind, name = argument.partition("=")[0].split()
@@ -129,12 +130,12 @@ def fake(describe: Callable[..., Invocation], *given: Any) -> Any:
 
 @runs_as_it_is
 def write(describe: Callable[..., Invocation], *given: Any, **results: Any) -> None:
-    """Write to given tensors."""
+    """Write to the passed tensors."""
     run_call(describe(*given, **results))
 
 
 def fake_write(describe: Callable[..., Invocation], *given: Any, **results: Any) -> None:
-    """Check what `write` would."""
+    """Run the checks of `write`."""
     check(describe(*given, **results))
 
 

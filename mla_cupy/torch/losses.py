@@ -27,7 +27,7 @@ def objective(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a loss for sum(row_weights * kl) and kl.
 
-    The sum is differentiable by index_q, index_k and weights, or by what takes their gradients.
+    The sum is differentiable by index_q, index_k and weights, or by their straight-through tensors.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def _leaves(
     if straight_through is None:
         for name, x in zip(_TENSORS, scored[:2], strict=False):
             if _holds_codes(x) and is_recorded(x):
-                remedy = "detach it, and give what it stands for as straight_through"
+                remedy = "detach it, and pass its dequantised value as straight_through"
                 raise DTypeError(explain(name, "codes that require grad", "a constant", remedy))
         return scored
     if not isinstance(straight_through, (tuple, list)) or len(straight_through) != 2:
@@ -104,7 +104,7 @@ def _leaves(
     return (*straight_through, scored[2])
 
 
-# ---- The operator of a scalar whose gradients are there already, and are multiplied by the cotangent ------------
+# ---- The operator of a scalar with precomputed gradients, which the backward multiplies by the cotangent --------
 
 
 def _value(*tensors: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ def _pull_back(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor | None, 
 
 
 def _scale(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Multiply gradients by the cotangent. They depend on the leaves, which are given for autograd to see that."""
+    """Multiply gradients by the cotangent. The leaves are arguments so that autograd sees the dependence."""
     *_, cotangent = tensors
     return tuple(gradient * cotangent.to(gradient.dtype) for gradient in tensors[3:-1])
 

@@ -1,4 +1,4 @@
-"""Plans of dense decode whose workspace is a tensor, so that PyTorch knows what is written and read when."""
+"""Plans of dense decode with a tensor as workspace, so that PyTorch tracks its reads and writes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _plans: weakref.WeakValueDictionary[int, TorchDecodePlan] = weakref.WeakValueDic
 class TorchDecodePlan:
     """A plan for `mla_cupy.torch.mla_decode`: see `mla_cupy.DecodePlan`.
 
-    Make it outside of what is compiled. It stays in the compiled program as a number and a tensor.
+    Make it outside compiled code. It stays in the compiled program as a number and a tensor.
 
     Attributes
     ----------
@@ -139,7 +139,7 @@ def _place(device: Any) -> torch.device:
 
 
 class _Placed(Plan):
-    """A plan, with the memory that the operator was given: PyTorch may have moved the workspace."""
+    """A plan with the operator's workspace argument: PyTorch may have moved the workspace."""
 
     operation = MLA_DECODE.operation.name
 
@@ -155,12 +155,12 @@ class _Placed(Plan):
 def _plan(number: int) -> DecodePlan:
     found = _plans.get(number)
     if found is None:
-        raise PlanError(explain("plan", f"number {number}", "a plan that is still there", "keep the plan alive"))
+        raise PlanError(explain("plan", f"number {number}", "a live plan", "keep the plan alive"))
     return found.plan
 
 
 def _address(plan: DecodePlan, workspace: torch.Tensor) -> int:
-    """The workspace's; a plan for tensors on the CPU, which a GPU may serve all the same, has memory of its own."""
+    """Address of the workspace; a plan for CPU tensors, which a GPU may still serve, has separate memory."""
     return workspace.data_ptr() if workspace.numel() else plan.address
 
 
@@ -216,7 +216,7 @@ _planned_out = define(
 
 
 def plan_of(plan: Any) -> DecodePlan | None:
-    """Return the plan that the public function takes."""
+    """Return the plan for the public function."""
     if plan is None:
         return None
     if not isinstance(plan, TorchDecodePlan):
@@ -231,7 +231,7 @@ def call_planned(
     options: tuple[Any, ...],
     workspace: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call an operator with a plan: the one that returns results, or the one that writes to given tensors."""
+    """Call an operator with a plan: the one that returns results, or the one that writes to the passed tensors."""
     if workspace is not None:
         raise ArgumentError(explain("workspace", "a tensor, with a plan", "None: the plan has its own"))
     plan_of(plan)

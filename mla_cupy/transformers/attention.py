@@ -32,7 +32,7 @@ _SPARSE_CHUNK = 4096
 
 
 class UnfitError(Exception):
-    """The reason why a call is left to the stock code."""
+    """Reason why the stock code runs a call."""
 
 
 class Served:
@@ -43,7 +43,7 @@ class Served:
     module : nn.Module
     family : Family
     group : Group
-        The attention modules of the same model.
+        Attention modules of the same model.
     original : callable
         The stock forward method, for calls that do not fit.
     """
@@ -169,7 +169,7 @@ class Call:
 
     @property
     def _reads_mask(self) -> bool:
-        """One new token a sequence is a real one: looking at the mask would wait for the GPU."""
+        """False for one new token per sequence, which is always real: reading the mask would wait for the GPU."""
         return not (self.past and self.s == 1)
 
     def _check_sizes(self) -> None:
@@ -196,7 +196,7 @@ class Call:
     # ---- The forward pass
 
     def run(self) -> tuple[Any, ...]:
-        """Compute what the module's forward method returns."""
+        """Compute the result of the module's forward method."""
         indices = None
         if self.sparse:
             out, indices = self._sparse()
@@ -208,7 +208,7 @@ class Call:
         return found[: self.served._results]
 
     def _queries(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [b, s, h, nope + rope] before RoPE, and what q_b_proj has read."""
+        """Queries [b, s, h, nope + rope] before RoPE, and the input of q_b_proj."""
         module, x = self.module, self.x
         read = x
         if getattr(module, "q_lora_rank", None) is None:
@@ -295,7 +295,7 @@ class Call:
         keys: tuple[torch.Tensor, torch.Tensor],
         lse: torch.Tensor,
     ) -> None:
-        """Measure what the indexer's selection covers, over queries with more keys than it selects."""
+        """Measure the share that the indexer's selection covers, over queries with more keys than it selects."""
         assert self.learning is not None
         new, topk = self.new, self.module.indexer.index_topk
         w_uk, _ = self.served.halves.of(self.module.kv_b_proj, self.x.dtype)
@@ -458,7 +458,7 @@ class Call:
 
 
 def _normed(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A root-mean-square norm in one launch, in place of some seven, where no gradient wants the stock arithmetic.
+    """A root-mean-square norm in one launch instead of some seven, where no gradient needs the stock arithmetic.
 
     It rounds once, after the weights; the stock code before them, too.
     """

@@ -28,9 +28,9 @@ class Options:
     Attributes
     ----------
     kv_format : str
-        "auto" for rows of the model's dtype, or "v32".
+        "auto" (rows of the model's dtype) or "v32".
     max_length : int, optional
-        Tokens of each sequence that pages are allocated for at once. Default: the prompt's, and more as they come.
+        Tokens of each sequence to allocate pages for at once. Default: the prompt's, and more as they come.
     """
 
     kv_format: str = "auto"
@@ -40,31 +40,31 @@ class Options:
 class LatentCache(DynamicCache):
     """A transformers `Cache` that stores each token's latent once, for all heads: 1,152 bytes a layer in bfloat16.
 
-    Pass it as `past_key_values`, to `generate` too. Without it a patched model makes one of these options' defaults of
-    any `DynamicCache` that it gets.
+    Pass it as `past_key_values`, also to `generate`. A patched model converts any `DynamicCache` to one with the
+    default options.
 
     Parameters
     ----------
     config : PreTrainedConfig
-        The model's.
+        Configuration of the model.
     kv_format : {"auto", "v32"}
-        "auto" stores rows of the model's dtype. "v32" stores 656 bytes a token: latents in e4m3, a scale for each 128;
-        it requires latents of 512 + 64 columns.
+        "auto" stores rows of the model's dtype. "v32" stores 656 bytes per token: latents in e4m3 with a scale per 128
+        columns; it requires latents of 512 + 64 columns.
     max_length : int, optional
-        Tokens of a sequence to allocate at once, so that addresses never change, as CUDA graphs require. Longer
-        sequences, and those of a cache without it, make the cache grow: by a quarter, and its pages are copied.
+        Tokens of a sequence to allocate at once, so that addresses never change, as CUDA graphs require. The cache
+        grows for longer sequences, or without `max_length`: by a quarter, and its pages are copied.
 
     Raises
     ------
     ArgumentError
-        If an option does not fit.
+        If an option is invalid.
 
     Notes
     -----
-    A model that is not patched uses it as any `DynamicCache`. Padding takes no memory. `reorder_cache` and
+    Works with unpatched models like any `DynamicCache`. Padding uses no memory. `reorder_cache` and
     `batch_repeat_interleave` share pages, and a page is copied when one of its sequences writes to it. `crop`,
-    `batch_select_indices` and `reset` free pages. Indexer keys of DeepSeek sparse attention stand in the same pages, in
-    the model's dtype. Cached tokens have no gradient.
+    `batch_select_indices` and `reset` free pages. Indexer keys of DeepSeek sparse attention are stored in the same
+    pages, in the model's dtype. Cached tokens have no gradient.
     """
 
     def __init__(self, config: Any, *, kv_format: str = "auto", max_length: int | None = None) -> None:
@@ -86,7 +86,7 @@ class LatentStore:
     ----------
     sizes : Sizes
     layers : tuple of int
-        The model's numbers of these layers.
+        The model's indices of these layers.
     index_width : int
         Columns of an indexer key; 0 without an indexer.
     device, dtype
@@ -95,7 +95,7 @@ class LatentStore:
     halves : bool
         Rotated RoPE columns arrive as halves, and are stored as pairs.
     length : int
-        Tokens of the batch's longest row, padding included: what transformers counts.
+        Tokens of the batch's longest row, padding included, as transformers counts them.
     padding : tensor, optional
         (b, up to length) of bool, False for padding; None if there is none. Later tokens are real.
     counts : list of int
@@ -284,7 +284,7 @@ class LatentStore:
         return self.options.kv_format if self.is_quantised else None
 
     def copy(self, layer: int, stock: Any, tokens: Ragged) -> None:
-        """Store what a stock layer holds; the first such layer makes room for all."""
+        """Store the contents of a stock layer; the first such layer makes room for all."""
         if not self.sequences:
             self.extend(tokens)
             self._count(tokens)
@@ -407,7 +407,7 @@ class LatentLayer(CacheLayerMixin):
         return latent, rope
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Store indexer keys [b, s, width] of the step that `update` began; returns those of all tokens."""
+        """Store indexer keys [b, s, width] of the step that `update` began; returns the keys of all tokens."""
         store = self.store
         b, s, _ = indexer_key_states.shape
         new = Ragged.of(self.next_padding, b, s, self.device)
@@ -420,7 +420,7 @@ class LatentLayer(CacheLayerMixin):
         return self.store.length_before(self.layer)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that a step of so many queries sees, and 0."""
+        """Number of keys that a step of `query_length` queries sees, and 0."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -436,7 +436,7 @@ class LatentLayer(CacheLayerMixin):
         return self.layer == self.store.layers[0]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop so many tokens, a negative number; the first layer does it for all."""
+        """Keep a positive number of tokens, or drop a negative one; the first layer does it for all."""
         if self._is_first:
             length, wanted = self.store.length, int(tokens_to_remove)
             kept = wanted if wanted > 0 else length + wanted
@@ -453,7 +453,7 @@ class LatentLayer(CacheLayerMixin):
             self.store.select([int(i) for i in rows.tolist()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Continue with each row of the batch so many times, which share pages."""
+        """Repeat each row of the batch `repeats` times; the copies share pages."""
         if self._is_first and self.store.counts:
             self.store.select([i for i in range(len(self.store.counts)) for _ in range(repeats)])
 

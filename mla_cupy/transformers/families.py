@@ -1,4 +1,4 @@
-"""Model types of transformers with MLA: what distinguishes them, and which kernels fit their sizes."""
+"""Model types of transformers with MLA: their differences, and the kernels for their sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Indexer:
     rope : str
         Pairs that RoPE turns.
     rope_first : bool
-        RoPE columns stand before the others.
+        RoPE columns come before the others.
     """
 
     rope: Literal["interleaved", "halves"]
@@ -45,7 +45,7 @@ class Family:
         How the stock code turns queries and keys: "interleaved" pairs (2i, 2i + 1), returned as halves; "halves";
         "config" for one of these by `rope_interleave`; "complex", which leaves pairs where they are; or "none".
     q_factor : str, optional
-        What queries are multiplied by: "lora" (LongCat's factors of both LoRA ranks) or "llama4" (by position).
+        Factor of the queries: "lora" (LongCat's factors of both LoRA ranks) or "llama4" (by position).
     indexer : Indexer, optional
         For DeepSeek sparse attention.
     """

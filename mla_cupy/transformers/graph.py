@@ -14,22 +14,22 @@ from mla_cupy.transformers.ragged import Ragged
 
 
 class StepGraph:
-    """Calls of a patched model whose decode steps, of one token a sequence, are replays of one CUDA graph.
+    """Calls of a patched model with decode steps, of one token per sequence, replayed from one CUDA graph.
 
-    With few sequences a step takes as long as the host takes to launch it; a replay is one launch.
+    With few sequences a step is bound by the host's launches; a replay is a single launch.
 
     Parameters
     ----------
     model : PreTrainedModel
-        Patched, in eval mode, on one GPU; on a CPU all calls run eagerly. What the stock code computes around attention
-        must be capturable, as transformers' default experts are.
+        A patched model in eval mode, on one GPU; on a CPU all calls run eagerly. The stock code around attention must
+        be capturable, as transformers' default experts are.
     cache : LatentCache
-        With `max_length`; it may hold tokens already.
+        A cache with `max_length`; it may already hold tokens.
 
     Raises
     ------
     ArgumentError
-        If the cache may grow, or is full, or another of its layers does not hold latents.
+        If the cache may grow, or is full, or one of its layers does not hold latents.
 
     Notes
     -----
@@ -66,8 +66,7 @@ class StepGraph:
     ) -> torch.Tensor:
         """Logits [b, s, vocabulary] of tokens [b, s].
 
-        A prompt may come with the mask of its padding. The position of a single token defaults to its row's number of
-        real tokens.
+        A prompt may have a padding mask. The position of a single token defaults to its row's number of real tokens.
         """
         b, s = input_ids.shape
         if s != 1 or not input_ids.is_cuda or self._warm != b:
@@ -129,5 +128,5 @@ def _text_config(model: Any) -> Any:
 
 
 def cache_argument(model: Any) -> str:
-    """The name of a model's cache, which newer versions of transformers have shortened."""
+    """Name of a model's cache argument, which newer versions of transformers shortened."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

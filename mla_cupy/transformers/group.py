@@ -30,11 +30,11 @@ class Group:
         layer_idx -> module.
     family : Family
     reference : bool
-        Serve tensors on the CPU, too, by the NumPy reference.
+        Also serve tensors on the CPU, with the NumPy reference.
     sparse : bool
-        Attend to what the indexers select.
+        Attend to the tokens that the indexers select.
     context : ProcessGroup, optional
-        Ranks that share out the tokens of each row.
+        Ranks that divide the tokens of each row.
     learning : Learning, optional
         Collects the indexers' losses; gradient checkpointing needs it after the forward pass, too.
     """
@@ -49,7 +49,7 @@ class Group:
 
     @property
     def learns_now(self) -> Learning | None:
-        """`learning`, in the forward pass that it was made for, and where a backward pass computes layers again."""
+        """`learning` during its forward pass, and where a backward pass recomputes layers."""
         is_backward = torch._C._current_graph_task_id() != -1
         return self.learning if self.learning and (self.learning.is_open or is_backward) else None
 
@@ -83,7 +83,7 @@ class Group:
     def adopt(
         self, cache: Any, module: Any, rope: str, x: torch.Tensor, mask: torch.Tensor | None
     ) -> LatentLayer | str:
-        """The cache's layer for a module, as latents in pages, or why there is none.
+        """The cache's layer for a module, as latents in pages, or the reason why there is none.
 
         An empty layer is replaced; one in which the stock code has stored latents is copied first.
         """

@@ -62,7 +62,7 @@ def _split(x: torch.Tensor, rope: int, rope_first: bool) -> tuple[torch.Tensor, 
 def select(states: IndexStates, new: Ragged, layer: LatentLayer | None, past: int, topk: int) -> torch.Tensor:
     """Positions of the keys of largest scores in their sequences, [n, topk], -1 where there are no more.
 
-    Takes the states of real tokens, and stores the new keys, if there is a cache.
+    Needs the states of real tokens, and stores the new keys, if there is a cache.
     """
     q, k, _ = states
     if layer is not None:

@@ -20,7 +20,7 @@ class Learning:
     tokens : int, optional
         Divisor of the losses. Default: the tokens of the batch.
     covers : bool
-        Measure which share of the attention the indexers select, too.
+        Also measure the share of the attention that the indexers select.
     is_open : bool
         False after the forward pass: gradient checkpointing computes layers again, and these losses are dropped.
     losses, kl, coverage : list of tensor

@@ -1,8 +1,8 @@
 """`attn_implementation="mla_cupy"`: masks that stay small, and attention for calls that the kernels do not serve.
 
 transformers builds its mask once, before the layers. Dense families get None (causal), a padding mask [b, keys] in
-bool, or the numbers of packed sequences [b, keys] in int64. The sparse families, whose stock code indexes four axes,
-get the same as an expanded view [b, 1, queries, keys] that takes no memory. Anything else is the mask of "sdpa".
+bool, or the numbers of packed sequences [b, keys] in int64. The stock code of the sparse families indexes four axes, so
+they get the same as an expanded view [b, 1, queries, keys] that uses no memory. Anything else is the mask of "sdpa".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "mla_cupy"
 
 
 def register(family_of: Callable[[Any], Family | None], attach: Callable[[torch.nn.Module], object]) -> None:
-    """Make "mla_cupy" an attention implementation of transformers.
+    """Register "mla_cupy" as an attention implementation of transformers.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def _lean(
     device: Any = "cpu",
     **others: Any,
 ) -> tuple[torch.Tensor | None] | None:
-    """The mask in a tuple, or None if it is no causal mask of padded or packed sequences."""
+    """The mask in a tuple, or None if it is not a causal mask of padded or packed sequences."""
     found = attention_mask
     if isinstance(q_offset, torch.Tensor) or kv_offset or q_offset + q_length != kv_length:
         return None
@@ -82,7 +82,7 @@ def _lean(
 
 
 def _segments(mask_function: Any, b: int, s: int, device: Any) -> torch.Tensor | None:
-    """Numbers of the sequences that are packed in each row, int64, or None if the function is of another kind.
+    """Numbers of the packed sequences of each row, int64, or None for another kind of function.
 
     A token begins a sequence if it does not see the one before it. The function is then compared at both sides of each
     sequence's start, which no window passes.

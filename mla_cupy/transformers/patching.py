@@ -22,20 +22,20 @@ _COMMON = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj", "scali
 
 
 def patch(model: Any, *, sparse: bool | None = None, context_parallel: Any = None, reference: bool = False) -> Any:
-    """Let these kernels compute the attention of a model that transformers has loaded.
+    """Replace the attention of a loaded transformers model by these kernels.
 
     Parameters
     ----------
     model : PreTrainedModel
-        Of a model type that `mla-cupy transformers check` names.
+        A model of a type that `mla-cupy transformers check` lists.
     sparse : bool, optional
-        Attend to the tokens that an indexer selects: of a model that `add_indexer` has given one. Default: if the model
-        type has an indexer of its own.
+        Attend to the tokens that an indexer selects; the model has one of its own or from `add_indexer`. Default: True
+        if the model type has an indexer of its own.
     context_parallel : ProcessGroup, optional
-        Share out the tokens of each row over the ranks of this group, for training and prefill without a cache. Each
-        rank calls the model with its part of the batch, see `context_parallel_inputs`; add gradients up over the group.
+        Divide the tokens of each row over the ranks of this group, for training and prefill without a cache. Each
+        rank calls the model with its part of the batch, see `context_parallel_inputs`; sum gradients over the group.
     reference : bool
-        Serve tensors on the CPU, too, by the NumPy reference: slow, for tests.
+        Also serve tensors on the CPU, with the NumPy reference: slow, for tests.
 
     Returns
     -------
@@ -45,13 +45,13 @@ def patch(model: Any, *, sparse: bool | None = None, context_parallel: Any = Non
     Raises
     ------
     ArgumentError
-        If its model type, its head sizes or this version of transformers are not served, or `sparse` does not fit;
+        If the model type, its head sizes or this version of transformers are not supported, or `sparse` does not fit;
         nothing has changed.
 
     Notes
     -----
     The modules keep their weights, names and hooks; only the forward methods of the attention modules are replaced. A
-    call that no kernel fits runs the stock forward method, and the logger "mla_cupy.transformers" says why, once.
+    call that no kernel supports runs the stock forward method, and the logger "mla_cupy.transformers" says why, once.
 
     Examples
     --------
@@ -87,7 +87,7 @@ def _check_sparse(sparse: bool, family: Family, modules: list[Any]) -> None:
 
 
 def unpatch(model: Any) -> Any:
-    """Give a model its stock attention back.
+    """Restore a model's stock attention.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def unpatch(model: Any) -> Any:
     Returns
     -------
     PreTrainedModel
-        The same model. Caches that it has filled stay usable.
+        The same model. Its filled caches stay usable.
     """
     for module in model.modules():
         _detach(module)
@@ -105,12 +105,12 @@ def unpatch(model: Any) -> Any:
 
 
 def family_of(config: Any) -> Family:
-    """The family of a configuration.
+    """Return the family of a configuration.
 
     Raises
     ------
     ArgumentError
-        If it is not served.
+        If it is not supported.
     """
     for name, text in model_types(config):
         if name in DECLINED:
@@ -127,12 +127,12 @@ def family_of(config: Any) -> Family:
 
 
 def served_types() -> str:
-    """The model types that are served."""
+    """List the supported model types."""
     return f"one of {', '.join(FAMILIES)}"
 
 
 def problem_of(module: Any, family: Family) -> str | None:
-    """Name what is not as expected in a module of this version of transformers."""
+    """Name the unexpected parts of a module of this version of transformers."""
     version = tuple(int(x) for x in transformers.__version__.split(".")[:2])
     if version < OLDEST:
         return "it is too old"

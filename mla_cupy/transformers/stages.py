@@ -26,13 +26,13 @@ class StageLoss(NamedTuple):
     Attributes
     ----------
     loss : tensor
-        What to differentiate.
+        The loss to differentiate.
     kl : tensor, (layers,)
         Mean divergence of each layer's indexer from the attention.
     coverage : tensor, (layers,), optional
         Share of the attention that each layer's selection covers.
     output : ModelOutput
-        What the model has returned.
+        The model's own output.
     """
 
     loss: torch.Tensor
@@ -42,13 +42,13 @@ class StageLoss(NamedTuple):
 
 
 def add_indexer(model: Any, *, index_n_heads: int = 64, index_head_dim: int = 128, index_topk: int = 2048) -> Any:
-    """Give each attention layer of a dense model the lightning indexer of DeepSeek-V3.2, with random weights.
+    """Add DeepSeek-V3.2's lightning indexer, with random weights, to each attention layer of a dense model.
 
     Parameters
     ----------
     model : PreTrainedModel
-        Of a dense family with latents of 512 + 64 columns: deepseek_v2, deepseek_v3, youtu, longcat_flash, axk1 or
-        glm4_moe_lite. It may be patched.
+        A model of a dense family with latents of 512 + 64 columns: deepseek_v2, deepseek_v3, youtu, longcat_flash, axk1
+        or glm4_moe_lite. It may be patched.
     index_n_heads : int
         1 to 128.
     index_head_dim : int
@@ -59,7 +59,7 @@ def add_indexer(model: Any, *, index_n_heads: int = 64, index_head_dim: int = 12
     Returns
     -------
     PreTrainedModel
-        The same model. Its configuration has the three sizes, too.
+        The same model. Its configuration also stores the three sizes.
 
     Raises
     ------
@@ -68,12 +68,12 @@ def add_indexer(model: Any, *, index_n_heads: int = 64, index_head_dim: int = 12
 
     Notes
     -----
-    Names, shapes and arithmetic are those of transformers' deepseek_v32: `indexer.wq_b`, `wk`, `k_norm` and
-    `weights_proj`, which is float32. A deepseek_v3 model with an indexer has the state dict of a deepseek_v32 model. In
-    a model without `q_lora_rank`, such as DeepSeek-V2-Lite, `wq_b` reads the hidden states.
+    Names, shapes and arithmetic follow transformers' deepseek_v32: `indexer.wq_b`, `wk`, `k_norm` and `weights_proj`,
+    which is float32. A deepseek_v3 model with an indexer has the state dict of a deepseek_v32 model. In a model without
+    `q_lora_rank`, such as DeepSeek-V2-Lite, `wq_b` reads the hidden states.
 
-    The model attends to all tokens until `patch(model, sparse=True)`. To load weights that were saved with an indexer,
-    call `add_indexer` before `load_state_dict`: `from_pretrained` drops them.
+    The model attends to all tokens until `patch(model, sparse=True)`. To load weights saved with an indexer, call
+    `add_indexer` before `load_state_dict`: `from_pretrained` drops them.
 
     Examples
     --------
@@ -119,7 +119,7 @@ def _indexer(module: Any, sizes: dict[str, int]) -> nn.Module:
 
 
 def indexer_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters of the indexers of a model, which the warm-up trains.
+    """Yield the parameters of a model's indexers, which the warm-up trains.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ def indexer_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def indexer_warmup(model: Any, *, tokens: int | None = None, coverage: bool = False, **inputs: Any) -> StageLoss:
-    """Run a forward pass of the warm-up: attention to all tokens, from which the indexers learn.
+    """Run a forward pass of the warm-up: the model attends to all tokens, and the indexers learn from it.
 
     The loss is the sum over layers of the mean over tokens of KL(p || softmax(I)), where p is the layer's attention,
     summed over its heads and normalised, and I are the indexer's scores.
@@ -143,17 +143,17 @@ def indexer_warmup(model: Any, *, tokens: int | None = None, coverage: bool = Fa
     Parameters
     ----------
     model : PreTrainedModel
-        With `add_indexer`, then `patch(model)`. It may be wrapped, or be the model below the head, which saves the
-        logits.
+        A model after `add_indexer` and `patch(model)`. It may be wrapped, or be the model below the head, which saves
+        the logits.
     tokens : int, optional
-        What the losses are divided by: for gradient accumulation the tokens of all micro-batches. Default: the tokens
-        of the batch, without padding.
+        Divisor of the losses: for gradient accumulation the tokens of all micro-batches. Default: the tokens of the
+        batch, without padding.
     coverage : bool
-        Measure the share of the attention that the top-k of each indexer cover, over queries with more than top-k
-        tokens: for validation, under `torch.no_grad()`.
+        Measure the share of the attention that each indexer's top-k covers, over queries with more than top-k tokens:
+        for validation, under `torch.no_grad()`.
     **inputs
-        Arguments of the model, such as `input_ids`, and `attention_mask` for padding or `position_ids` that begin anew
-        for packed sequences.
+        Arguments of the model, such as `input_ids`, and `attention_mask` for padding or `position_ids` that restart for
+        packed sequences.
 
     Returns
     -------
@@ -162,18 +162,18 @@ def indexer_warmup(model: Any, *, tokens: int | None = None, coverage: bool = Fa
     Raises
     ------
     ArgumentError
-        If the model is not patched, has no indexer or attends sparsely, or the kernels do not serve the call.
+        If the model is not patched, has no indexer or attends sparsely, or the kernels do not support the call.
 
     Notes
     -----
-    The loss reaches the indexers alone, as their inputs are detached. Freeze the others before, or the pass stores
-    activations for nothing: see `indexer_parameters`.
+    The loss reaches the indexers alone, because their inputs are detached. Freeze all other parameters first, or the
+    pass stores activations for nothing: see `indexer_parameters`.
     """
     return _run(model, sparse=False, learning=Learning(tokens, coverage), inputs=inputs)
 
 
 def sparse_training(model: Any, *, tokens: int | None = None, indexer_weight: float = 1.0, **inputs: Any) -> StageLoss:
-    """Run a forward pass of sparse training: attention to the selected tokens, from which both learn.
+    """Run a forward pass of sparse training: the model attends to the selected tokens, and model and indexers learn.
 
     The loss is the model's, plus `indexer_weight` times the sum over layers of the mean over tokens of the same
     divergence as in the warm-up, over the selected tokens.
@@ -181,11 +181,11 @@ def sparse_training(model: Any, *, tokens: int | None = None, indexer_weight: fl
     Parameters
     ----------
     model : PreTrainedModel
-        After `patch(model, sparse=True)`, or of a model type with an indexer of its own. It may be wrapped.
+        A model after `patch(model, sparse=True)`, or of a type with its own indexer. It may be wrapped.
     tokens : int, optional
-        What the indexers' losses are divided by, as for `indexer_warmup`.
+        Divisor of the indexers' losses, as for `indexer_warmup`.
     indexer_weight : float
-        Factor of the indexers' losses. With Adam it matters for the clipping of gradients only.
+        Factor of the indexers' losses. With Adam it affects gradient clipping only.
     **inputs
         Arguments of the model, with `labels`.
 
@@ -196,12 +196,12 @@ def sparse_training(model: Any, *, tokens: int | None = None, indexer_weight: fl
     Raises
     ------
     ArgumentError
-        If the model is not patched, has no indexer or attends to all tokens, or the kernels do not serve the call.
+        If the model is not patched, has no indexer or attends to all tokens, or the kernels do not support the call.
 
     Notes
     -----
     The indexers' inputs are detached, and the selection passes no gradient, as in DeepSeek-V3.2's report: the model's
-    loss reaches everything but the indexers, and the other loss reaches these alone.
+    loss reaches everything except the indexers, and the indexers' loss reaches the indexers alone.
     """
     found = _run(model, sparse=True, learning=Learning(tokens), inputs=inputs)
     if found.output.loss is None:

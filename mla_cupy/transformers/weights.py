@@ -13,9 +13,9 @@ from mla_cupy.transformers.families import Sizes
 class Halves:
     """W_UK and W_UV of one attention module: views of its weights, or of a copy where the weights are no plain matrix.
 
-    A projection that is quantised, or that an adapter changes, is multiplied by the identity, which gives the matrix
-    that it stands for. That copy takes heads * (nope + v) * latent elements of 16 bits: 32 MiB a layer for 128 heads of
-    128 + 128. It is made again when a parameter of the projection changes.
+    The matrix of a quantised projection, or of one that an adapter changes, is obtained by multiplying it by the
+    identity. The copy takes heads * (nope + v) * latent elements of 16 bits: 32 MiB a layer for 128 heads of 128 + 128.
+    It is made again when a parameter of the projection changes.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -50,7 +50,7 @@ class Halves:
 
 
 def is_plain(projection: nn.Module, dtype: torch.dtype) -> bool:
-    """True if the projection is a matrix of this dtype and nothing else; torchao's weights are a class of their own."""
+    """True if the projection is a plain matrix of this dtype; torchao's weights are a separate class."""
     if type(projection) is not nn.Linear or projection.bias is not None:
         return False
     weight = projection.weight

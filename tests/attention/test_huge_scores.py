@@ -36,13 +36,13 @@ Array = npt.NDArray[Any]
 PAGE = 64
 #: A scale with many bits, so that products with it are rounded.
 SCALE = 0.7213
-#: log2 of what the heads' queries hold.
+#: log2 of the heads' query elements.
 EXPONENTS = {
     "bfloat16": (0, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 40, 60, 90, 119),
     "float16": (-12, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10),
     "float8_e4m3fn": (-6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 8),
 }
-#: log2 of what the scale is multiplied by: of float16 and e4m3, 2^31 is in the middle of the first.
+#: log2 of factors of the scale; for float16 and e4m3, 2^31 is in the middle of the first one's range.
 SHIFTS = {"bfloat16": (0,), "float16": (28, 12, 60), "float8_e4m3fn": (28, 6, 60)}
 
 
@@ -80,7 +80,7 @@ class HugeCase:
 
 
 def integers(case: HugeCase) -> Array:
-    """Of each token: the same throughout a sequence; in the other one small, but for a large one and its negative."""
+    """One integer per token: all equal in one sequence; in the other small, except for a large one and its negative."""
     same, long = case.lengths
     mixed = np.random.default_rng(long).integers(-3, 4, long)
     mixed[[3, long - 2]] = -13, 13
@@ -227,7 +227,7 @@ def check(case: HugeCase, got: tuple[Array, ...], exact: tuple[Array, ...]) -> N
 
 # ---- Beside other options ---------------------------------------------------------------------------------------
 def angles(s_q: int) -> dict[str, Array]:
-    """Of `out_rope`, for one position each."""
+    """Angles of `out_rope`, for one position each."""
     turns = np.random.default_rng(8).uniform(0, 6, (4, 32))
     return {"out_cos": np.cos(turns).astype(np.float32), "out_sin": np.sin(turns).astype(np.float32),
             "out_positions": np.resize(np.arange(4, dtype=np.int32), (2, s_q))}  # fmt: skip

@@ -93,7 +93,7 @@ def test_sparse_decode(case: SparseDecodeCase) -> None:
     sparse_decode(case, SPARSE[number % len(SPARSE)], MODES[number % len(MODES)])
 
 
-#: V4.1's, of which the second list may have two kinds: each in one mode on one GPU.
+#: V4.1's cases, with two kinds of second lists: each in one mode on one GPU.
 V41 = (*sparse.V41_CASES, sparse.V41_WIDE)
 
 
@@ -153,7 +153,7 @@ def test_nan_is_nan(gpu: Gpu, code: int) -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("dtype", "gpu"), [("bfloat16", SPARSE[0]), ("float16", SPARSE[1])], ids=str)
 def test_every_number_of_v41_is_read_exactly(dtype: str, gpu: Gpu) -> None:
-    """Of either record, each number beside different scales: a list of one token has its value."""
+    """Each number of either record, with different neighbouring scales: a list of one token returns its value."""
     usual, compact = FORMATS["v41"], FORMATS["v41-fp4"]
     caches = [np.zeros((1, 16, 1, form.token_bytes), np.uint8) for form in (usual, compact)]
     codes = np.resize(np.setdiff1d(np.arange(256), (0x7F, 0xFF)).astype(np.uint8), 512)
@@ -187,7 +187,7 @@ def test_tree_masks() -> None:
 ONE_TILE = DENSE[1]
 #: More steps than are on their way, an absent page, a token that only the second query sees.
 CASE = v32(b=1, seqlens=150, s_q=2, h_q=3, page_size=32, missing_pages=1, scales="plain")
-#: Of V4.1's records, on the case of both kinds: more steps than are on their way, tokens that are none.
+#: V4.1 with both kinds of tokens: more steps than are in flight, and invalid slots.
 MIXED = SparseDecodeCase(record="v41", topk=38, extra=70, h_q=2, b=1, sm_count=1, extra_record="v41-fp4")
 
 

@@ -25,12 +25,12 @@ GPUS = (DENSE[0], DENSE[1], SPARSE[0], SPARSE[2])
 PAGE = 64
 #: Largest error in the root mean square; rounding products to float16 leaves 2e-4.
 LIMIT = 5e-4
-#: The RoPE columns are 0, but for the first one: the logit of a token, beside its latent's.
+#: The only RoPE column other than 0: it adds to a token's logit.
 LOGIT = 512
 
 
 def cache_of(latent: Array, scales: Array, logits: Array) -> Array:
-    """Pages of tokens with these latents, of which each 128 columns are divided by a scale."""
+    """Pages of tokens with these latents; each 128 columns are divided by a scale."""
     n, form = len(latent), FORMATS["v32"]
     cache = np.zeros((-(-n // PAGE), PAGE, 1, form.token_bytes), np.uint8)
     rope = np.zeros((n, 64), np.float32)
@@ -73,7 +73,7 @@ def difference(got: tuple[Array, Array], q: Array, cache: Array, n: int) -> tupl
 
 
 def errors(gpu: Gpu, q: Array, cache: Array, n: int) -> tuple[Array, Array]:
-    """The same of a run in the simulator."""
+    """Errors of a run in the simulator."""
     with simulated(1, gpu[1]):
         got = call(gpu[0], q, cache, n)
     return difference(got, q, cache, n)
@@ -118,7 +118,7 @@ def test_values_of_any_size_keep_their_digits(gpu: Gpu, size: float) -> None:
 )
 @pytest.mark.parametrize("first", [0, 40], ids=["same step", "earlier step"])
 def test_mixed_scales(gpu: Gpu, large: float, logit: float, first: int) -> None:
-    """A token of large values, before, among or behind those of small ones."""
+    """A token of large values, before, among or after tokens of small ones."""
     rng = np.random.default_rng(2)
     n = 72
     latent, logits = rng.standard_normal((n, 512)) * 2.0**-12, rng.standard_normal(n)
@@ -145,7 +145,7 @@ def test_scales_that_are_no_powers_of_two(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("gpu", GPUS[:2], ids=str)
 def test_a_group_of_small_values(gpu: Gpu) -> None:
-    """Columns of which the values are 2^18 times smaller than others."""
+    """Columns with values 2^18 times smaller than others."""
     rng = np.random.default_rng(3)
     latent = rng.standard_normal((40, 512))
     latent[:, 128:256] *= 2.0**-18
@@ -156,7 +156,7 @@ def test_a_group_of_small_values(gpu: Gpu) -> None:
 @pytest.mark.parametrize("gpu", GPUS[:2], ids=str)
 @pytest.mark.parametrize("size", [1e-6, 1e6], ids=str)
 def test_huge_scores(gpu: Gpu, size: float) -> None:
-    """Scores of which a float has no fractions."""
+    """Scores too large for a float's fractions."""
     rng = np.random.default_rng(4)
     latent = rng.standard_normal((40, 512)) * size
     logits = np.linspace(0.5, 1.0, 40) * 1e12

@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 
 TOKENS, PAGE = 144, 16
 SCALE = float(np.log(2)) * (1 - 1e-6)  # a score is a power of two, or just below
-#: Operation, kernel, record, heads: each kernel whose weights are raised.
+#: Operation, kernel, record, heads: each kernel with raised weights.
 KERNELS = (
     ("dense", "decode_sm90_records", "fp8", 2),
     ("dense", "decode_sm90_records_seesaw", "v32", 33),
@@ -59,7 +59,7 @@ def attend(operation: str, kernel: str, record: str, heads: int, scores: Array) 
 
 
 def verdict(case: tuple[str, str, str, int]) -> str:
-    """What is wrong with small weights, and with scores that rise by as much as does not move the maximum."""
+    """Errors of small weights, and of scores that rise too little to move the maximum."""
     scores = np.zeros(TOKENS)
     # 2^8 of the first tile's, in the third one, of the same warpgroup wherever two share tiles: no maximum follows.
     scores[0], scores[128:] = 28, 32
@@ -74,7 +74,7 @@ def verdict(case: tuple[str, str, str, int]) -> str:
     exact = np.exp2(scores * (1 - 1e-6))
     out, own_lse = attend(*case, scores)
     wrong = np.abs(out[:TOKENS] / (exact / exact.sum()) - 1)
-    if not wrong.max() < 0.07:  # 2^-21, of which float16 has three bits
+    if not wrong.max() < 0.07:  # 2^-21: float16 keeps three bits of it
         return f"small weights are wrong by {wrong.max():.3g}"
     expected = np.log(np.exp2(28 * (1 - 1e-6)) + TOKENS - 1)
     return "" if abs(own_lse - expected) < 1e-4 and np.isfinite(lse) else f"lse is {own_lse}, not {expected}"

@@ -1,4 +1,4 @@
-"""As much of PyTorch and CuPy as the peers' adapters ask for, made of NumPy."""
+"""The parts of PyTorch and CuPy that the peers' adapters use, made of NumPy."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def tensor(array: Any) -> Tensor:
 
 
 def pad(array: Any, widths: Any) -> Tensor:
-    """Of the last two axes, the last one first."""
+    """Pad the last two axes, the last one first."""
     rest = [(0, 0)] * (array.ndim - len(widths) // 2)
     return tensor(np.pad(array, [*rest, *zip(widths[-2::-2], widths[-1::-2], strict=True)]))
 

@@ -1,4 +1,4 @@
-"""Of each operation: cases that NumPy computes in no time, the first of which stands for it, and bad names."""
+"""Small cases of each operation, which NumPy computes at once, the first one representative; and bad names."""
 
 from __future__ import annotations
 

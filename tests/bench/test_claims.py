@@ -75,7 +75,7 @@ def test_bad_pages(sizes, capsys):
 
 
 class Timed:
-    """An implementation of the loss by the oracle, whose calls take so many ms on the host's clock."""
+    """An implementation of the loss by the oracle, with calls that take `ms` ms on the host's clock."""
 
     def __init__(self, name, clock, both, forward):
         self.name, self._clock, self._both, self._forward = name, clock, both, forward
@@ -130,7 +130,7 @@ def test_a_wrong_operator_is_not_timed(device):
 
 
 def test_the_operator_s_cases():
-    """As many tokens in sequences of 2,048, and in one."""
+    """Equal numbers of tokens in sequences of 2,048, and in one."""
     shapes = [(case.b, case.s, case.h, case.d) for case in claims.operator_cases([2048, 8192])]
     assert shapes == [(1, 2048, 64, 128), (4, 2048, 64, 128), (1, 8192, 64, 128)]
 

@@ -43,7 +43,7 @@ def test_bad_options(arguments, text, capsys):
 
 
 class Clock:
-    """CUDA's streams, graphs and events, with graphs that take as many microseconds per call as their rank is told."""
+    """CUDA's streams, graphs and events, with graphs that take their rank's number of microseconds per call."""
 
     def __init__(self, us):
         self.us, self.now, self.current = us, {0: 0.0, 1: 0.0}, threading.local()
@@ -59,7 +59,7 @@ class Clock:
         event.at = self.now[self.current.rank]
 
     def module(self):
-        """As CuPy has it."""
+        """The module in CuPy's form."""
         nothing = lambda *_: None  # noqa: E731
         graph = SimpleNamespace(launch=self.launch)
         stream = {"synchronize": nothing, "begin_capture": nothing, "end_capture": lambda _: graph}

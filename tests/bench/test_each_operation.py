@@ -1,4 +1,4 @@
-"""What holds for the benchmark of every operation: names, costs, our own row, and that a wrong result is found."""
+"""Properties of every operation's benchmark: names, costs, our own row, and detection of wrong results."""
 
 from __future__ import annotations
 

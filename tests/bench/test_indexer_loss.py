@@ -153,7 +153,7 @@ PEERS = ["deterministic", "cudnn", "flash"]
     ("name", "aims"), list(zip(PEERED, [[0.65, None, None], [1.0, 1.5], [1.3, 0.95]], strict=True)), ids=PEERED
 )
 def test_ratios(run, cudnn, monkeypatch, name, aims):
-    """Of all rows and figures that there are; printed with their aims."""
+    """Ratios of all rows and figures; printed with their aims."""
     monkeypatch.setattr("bench.peers.cudnn_loss.MIN_INDEX_HEADS", 1)
     monkeypatch.setattr("bench.peers.cudnn_loss.LIST_TILE", 4)
     rows = run(name, PEERS)

@@ -1,4 +1,4 @@
-"""Which module of the benches may import which."""
+"""Allowed imports between the modules of the benches."""
 
 from __future__ import annotations
 

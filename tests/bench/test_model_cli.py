@@ -177,7 +177,7 @@ def test_bad_options_of_the_model_are_refused(bad, capsys: pytest.CaptureFixture
 
 
 def test_the_page_on_the_original_plan() -> None:
-    """What 500 GB/s would allow, and what the traffic is at the predicted rate."""
+    """The speed that 500 GB/s would allow, and the traffic at the predicted rate."""
     page = (sources.source_root().parent / "docs" / "explainers" / "tensor-memory.md").read_text()
     plain = counts.load(KERNEL, "sm_100a", 576)
     tile = counts.tile_counts(plain, 64, 32)

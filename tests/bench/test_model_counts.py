@@ -1,4 +1,4 @@
-"""What the model counts from the kernels' constants is what the simulator sees them do."""
+"""The model's counts, from the kernels' constants, match the simulator's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES = [
 
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
-    """How often a product of M x N was issued: the report has the sum of them only."""
+    """Number of products of each M x N: the report only has their sum."""
     from ptxsim.tensor_cores import umma
 
     decode, seen = umma.decode_instruction_descriptor, Counter()
@@ -77,7 +77,7 @@ def test_simulator_counts_the_same(name: str, case: SparseCase, shapes: Counter[
 @pytest.mark.parametrize("d_qk", [512, 576])
 @pytest.mark.parametrize("name", NAMES)
 def test_facts_agree_with_the_mathematics(name: str, d_qk: int) -> None:
-    """Five products a pair of query and key, and their FLOPs are those of every other benchmark."""
+    """Five products per pair of query and key, and the same FLOPs as in every other benchmark."""
     kernel = counts.load(name, ARCH, d_qk)
     assert (kernel.d_qk, kernel.d_v) == (d_qk, 512)
     assert kernel.tmem_columns_used <= kernel.tmem_columns

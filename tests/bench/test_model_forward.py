@@ -38,7 +38,7 @@ def test_laws_are_what_others_measured(product: Product, measured: float) -> Non
 
 @pytest.mark.parametrize(("m", "law", "measured"), [(128, 24, 25.7), (256, 40, 43.7)])
 def test_a_pair_with_64_columns_is_slower_than_the_law(m: int, law: int, measured: float) -> None:
-    """By less than a tenth; no plan has such products."""
+    """Slower by less than a tenth; no plan has such products."""
     product = Product(m, 64, 1, pair=True)
     assert product.cycles(B200) == law
     assert law < measured < 1.1 * law
@@ -47,7 +47,7 @@ def test_a_pair_with_64_columns_is_slower_than_the_law(m: int, law: int, measure
 
 
 def test_a_plan_computes_every_flop() -> None:
-    """The products' own FLOPs are those of the rows, keys and columns, whatever the plan."""
+    """The products' own FLOPs follow from the rows, keys and columns, whatever the plan."""
     swapped = [swapped_plan("", rows, keys, blocks) for rows in (16, 64) for keys in (64, 128) for blocks in (1, 2)]
     for plan in (*swapped, pair_plan("", 1), pair_plan("", 2), pair_plan("", 2, tmem_dims=384)):
         depth = 32 // plan.element_bytes
@@ -83,7 +83,7 @@ def made_up(**changes: object) -> Plan:
 
 
 def test_a_tile() -> None:
-    """By hand: operands 66 + 41 cycles, keys 20, P 320 bytes; 160 exponentials."""
+    """Computed by hand: operands 66 + 41 cycles, keys 20, P 320 bytes; 160 exponentials."""
     rates = replace(RATES, handoff_cycles=70.0)
     cost = tile(made_up(), B200, rates)
     assert (cost.products, cost.chain, cost.gather) == (150, 150, 0)
@@ -138,7 +138,7 @@ BEYOND |= {("flash-attention#2621, 820 TFLOP/s", 2849.3)}
 
 
 def test_published_times_within_a_fifth_but_for_those_named() -> None:
-    """With one set of constants; the page says which are beyond."""
+    """One set of constants predicts the times; the page names the exceptions."""
     beyond = set()
     for case in published.CASES:
         ratio = forecast(case.plan, case.work, B200, RATES).us / case.us
@@ -148,7 +148,7 @@ def test_published_times_within_a_fifth_but_for_those_named() -> None:
 
 
 def test_published_figures() -> None:
-    """As in the threads: FLOPs and bytes of the cases give the rates that stand there."""
+    """FLOPs and bytes of the cases give the rates published in the threads."""
     by_us = {case.us: case.work for case in published.CASES}
     assert by_us[145.0].flops / 145.0e6 == pytest.approx(2014, rel=0.002)
     assert by_us[145.0].nbytes / 145.0e6 == pytest.approx(4.17, rel=0.002)

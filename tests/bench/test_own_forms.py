@@ -1,4 +1,4 @@
-"""What single operations have beside `test_each_operation.py`, on the NumPy device."""
+"""Checks of single operations that `test_each_operation.py` does not cover, on the NumPy device."""
 
 from __future__ import annotations
 

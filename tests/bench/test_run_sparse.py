@@ -167,7 +167,7 @@ def test_a_gradient_that_cancels_has_the_tolerance_of_its_terms(device, numpy_ba
         return SPARSE_BACKWARD.judge(expected, got, dtype, device)
 
     assert judged().ok, judged().reason
-    dq[0] += 1e-3 * np.abs(dq[-1]).max()  # a thousandth of another gradient is none of this
+    dq[0] += 1e-3 * np.abs(dq[-1]).max()  # a thousandth of another gradient, not of this one
     assert judged().reason.startswith("dq[0]")
 
 

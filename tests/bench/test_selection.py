@@ -1,4 +1,4 @@
-"""Which rows of several runs stand for a case: the newest run's, of its own benchmark, beside its peers."""
+"""Selection of a case's row among several runs: the newest run of its own benchmark, with its peers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BENCHMARKS = {
     "sparse forward": "sparse-forward",
     "sparse backward": "sparse-backward",
 }
-"""By the name in README's table."""
+"""Benchmarks by their names in README's table."""
 PEERS = ("flashmla", "fa3", "cudnn")  # README's columns behind our time
 
 

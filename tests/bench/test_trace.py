@@ -274,7 +274,9 @@ def test_what_has_no_room_is_counted_and_written_nowhere(tmp_path: Path, capsys:
 
 @pytest.mark.slow
 def test_parts_find_what_one_trace_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How often each warp waits at each place, from one run, three, and two of the lean form; and shares are 1."""
+    """One run, three runs and two of the lean form agree on how often each warp waits at each place; shares add up to
+    1.
+    """
     found = {}
     for parts in ("1", "3", "2"):
         if parts == "2":
@@ -336,9 +338,9 @@ def test_a_part_that_is_refused_is_halved(
     [
         # The first half is too dear, and its halves are not; the other one is at the aim.
         (100.0, ["", "1 of 2", "1 of 4", "3 of 4", "2 of 2"], ["1 of 4", "3 of 4", "2 of 2"]),
-        # As near to what no place costs as fewer places can bring it.
+        # As close to the cost without places as fewer places allow.
         (107.5, [""], [""]),
-        # Nobody knows what no place costs: its build is refused.
+        # The cost without places is unknown: its build is refused.
         (None, ["", "1 of 2", "1 of 4", "3 of 4", "2 of 2"], ["1 of 4", "3 of 4", "2 of 2"]),
     ],
 )
@@ -393,7 +395,7 @@ def test_a_part_that_stays_dear_is_kept_in_the_end(monkeypatch: pytest.MonkeyPat
 
 
 def test_parts_auto_in_the_simulator_is_one_run(tmp_path: Path) -> None:
-    """Its time is not that of a GPU."""
+    """Its time is not a GPU's."""
     status, found = simulated(tmp_path, "--parts", "auto", "--only", "wgmma_wait")
     assert status == 0
     assert found["frame_us"] is None
@@ -516,7 +518,7 @@ def test_without_a_gpu_the_simulator_is_named(
 
 
 def test_help_and_guide_name_a_kernel_that_runs(tmp_path: Path) -> None:
-    """Of the one case that they simulate."""
+    """Help and guide name a kernel of the one case that they simulate."""
     guide = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "tracing.md").read_text()
     lines = [line.split() for text in (guide, command.EPILOG) for line in text.splitlines() if "--kernel-name" in line]
     assert len(lines) == 2

@@ -46,7 +46,7 @@ class BoundCall:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """What it may return."""
+        """Possible results."""
         return tuple(output.name for output in self.record.outputs)
 
     @property
@@ -55,7 +55,9 @@ class BoundCall:
         return self.record.written[len(self.outputs) :]
 
     def eager(self) -> tuple[Any, ...]:
-        """What the public function returns for these arrays, then those that it has changed; None if there are none."""
+        """Results of the public function for these arrays, then the arrays that it has changed; None if there are
+        none.
+        """
         changed = {name: self.arrays[name].copy() if name in self.arrays else None for name in self.changed}
         made = as_tuple(flat(getattr(mla_cupy, self.operation))(**{**self.arrays, **changed}, **self.options))
         return (*made, *changed.values())
@@ -237,7 +239,7 @@ def prepare(name: str, **options: Any) -> BoundCall:
 
 
 def prepare_both(pages: bool, **options: Any) -> BoundCall:
-    """With the keys' norm, to pages or to arrays."""
+    """Prepare queries and keys with the keys' norm, to pages or to arrays."""
     arrays = prepare_cases.both(32)
     for name in ("q", "k"):
         x = arrays[name]
@@ -270,7 +272,7 @@ def head_sums(case: loss_cases.LossCase | sparse_loss_cases.SparseLossCase, **op
 
 
 def append(record: str, rotated: bool = False, **options: Any) -> BoundCall:
-    """Five tokens, of which one goes nowhere, to a cache that holds something."""
+    """Five tokens, one with no place, to a cache with contents."""
     kept = FORMATS[record]
     rng = np.random.default_rng(3)
     dtype = ml_dtypes.bfloat16

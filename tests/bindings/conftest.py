@@ -38,7 +38,7 @@ def of_jax(jax: Any) -> Any:  # noqa: F811
 
 @pytest.fixture(params=["numpy", "jax", "torch"])
 def library(request: pytest.FixtureRequest) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """How to make arrays of a library of NumPy's, and back."""
+    """Conversions between arrays of a library and NumPy's."""
     if request.param == "numpy":
         return lambda x: x, np.asarray
     from tests.interop.test_jax import put

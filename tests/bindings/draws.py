@@ -1,4 +1,4 @@
-"""What the fuzz of the bindings draws: values and layouts for calls, and problems with gradients in textbook form.
+"""Random inputs of the bindings' fuzz: values and layouts for calls, and problems with gradients in textbook form.
 
 The textbook is written from the docstrings, for PyTorch and for JAX in float64: `xp` is either.
 """
@@ -59,7 +59,7 @@ def _cut(rng: Rng, call: BoundCall, arrays: dict[str, Array]) -> dict[str, Array
 
 
 def layout(rng: Rng, x: Array, array: Any) -> LaidOut:
-    """The same values with gaps, steps and axes in another order, forwards; or, of what is read, in one for many."""
+    """Equal values with gaps, steps and axes in another order; read-only arrays may repeat one element."""
     read = isinstance(array, Input) and not (array.written or array.wide or array.even)
     if read and x.ndim > 1 and len(x) > 1 and rng.random() < 0.2 and (x == x[:1]).all():
         one = np.ascontiguousarray(x[:1])
@@ -110,13 +110,13 @@ def _size(rng: Rng, most: int) -> int:
 
 
 def _starts(rng: Rng, queries: int, keys: int) -> dict[str, Array]:
-    """Of two sequences, one of which may have no queries or no keys, and of tokens that belong to none."""
+    """Starts of two sequences, one possibly without queries or keys, and of tokens that belong to none."""
     cuts = [np.sort(rng.integers(0, n + 1, 3)) for n in (queries, keys)]
     return {f"cu_seqlens_{x}": cut.astype(np.int32) for x, cut in zip(("q", "kv"), cuts, strict=True)}
 
 
 def _limits(queries: int, keys: int, starts: dict[str, Array], causal: bool) -> list[tuple[int, int]]:
-    """Of each query the first key of its sequence, and the first that it does not see."""
+    """First key of each query's sequence, and first key that it does not see."""
     limits = [(0, 0)] * queries
     q, kv = starts.get("cu_seqlens_q", (0, queries)), starts.get("cu_seqlens_kv", (0, keys))
     for begin, end, first, last in zip(q, q[1:], kv, kv[1:], strict=False):
@@ -126,7 +126,9 @@ def _limits(queries: int, keys: int, starts: dict[str, Array], causal: bool) -> 
 
 
 def _counts(slots: Any, keys: int, limits: list[tuple[int, int]]) -> Array:
-    """How often each query, in all heads, attends to each key, by slots that count from its sequence's start."""
+    """Number of times that each query, in all heads, attends to each key, by slots counted from its sequence's
+    start.
+    """
     counts = np.zeros((len(limits), 1, keys))
     for i, (first, limit) in enumerate(limits):
         for index in slots[i]:
@@ -144,7 +146,7 @@ def _softmax(xp: Any, scores: Any, counts: Any) -> tuple[Any, Any, Any]:
 
 
 def _cotangents(rng: Rng, some: Array, *shapes: tuple[int, ...]) -> tuple[Array, ...]:
-    """Of results by query and head, some of which have no key; a result may have no weight at all."""
+    """Cotangents of results by query and head, some without a key; a result may have no weight at all."""
     wanted = [_normal(rng, *shape) * rng.integers(0, 2) for shape in shapes]
     return tuple(x * some.reshape(some.shape + (1,) * (x.ndim - some.ndim)) for x in wanted)
 

@@ -75,7 +75,7 @@ _FIRST_POST_INIT = ServerArgs.__post_init__
 
 
 class OlderServerArgs:
-    """As before 0.5.19: they are resolved when they are made."""
+    """The arguments before 0.5.19: resolved on construction."""
 
     def __init__(self, **given: Any) -> None:
         self.attention_backend = self.decode_attention_backend = self.page_size = None
@@ -110,7 +110,7 @@ class HookRegistry:
 
 
 class KVWriteLoc:
-    """Where new tokens go, as newer pools want it said."""
+    """Locations of new tokens, in the form of newer pools."""
 
     def __init__(self, loc: Any, physical: bool = False) -> None:
         self.loc, self.physical = loc, physical
@@ -121,7 +121,7 @@ class KVWriteLoc:
 
 
 class AttentionBackendRegistry:
-    """Which way a prefill takes, by the backend's name; the names of others are Triton's."""
+    """Registry of prefill handlers by the backend's name; unknown names get Triton's."""
 
     handlers: dict[str, str]
 

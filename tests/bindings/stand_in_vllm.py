@@ -24,7 +24,7 @@ CONFIG = SimpleNamespace(
     device_config=SimpleNamespace(device="cpu"),
     speculative_config=None,
 )
-"""What vLLM tells a layer; `install` gives it the dtype."""
+"""Configuration that vLLM passes to a layer; `install` sets its dtype."""
 
 
 class AttentionBackend:
@@ -279,7 +279,7 @@ class FlashMLASparseImpl:
 
 
 class OlderSparseImpl(FlashMLASparseImpl):
-    """As before version 0.29: its 16-bit kernel takes unpadded heads, and returns no LSE."""
+    """The implementation before version 0.29: its 16-bit kernel accepts unpadded heads, and returns no LSE."""
 
     PADDED = 4
 

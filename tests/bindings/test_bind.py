@@ -154,7 +154,7 @@ def test_options_have_the_public_names_and_defaults() -> None:
 
 @every_call
 def test_it_launches_what_the_public_call_launches(call: BoundCall, recorder: Recorder) -> None:
-    """The same kernels, grids and parameters, addresses included; only none of them is a programmatic dependent."""
+    """Equal kernels, grids and parameters, addresses included; only none of them is a programmatic dependent."""
     bound = signature(call)
     launcher = Launcher(bound, [HOST])
     inputs, results = in_place(call), empty(bound)

@@ -30,7 +30,7 @@ paged = pytest.mark.parametrize("call", PAGED, ids=[call.id for call in PAGED])
 
 
 def with_gaps(pages: Array) -> Array:
-    """The same pages, further apart in memory than they must be."""
+    """Equal pages, further apart in memory than necessary."""
     num_pages, page_size, width = pages.shape
     nbytes = -(-page_size * width * pages.itemsize // 16) * 16 + 16
     memory = np.full(num_pages * nbytes + 64, 0xFF, np.uint8)
@@ -106,7 +106,7 @@ def test_jax(jax: Any, of_jax: Any, call: BoundCall, layout: str) -> None:
 
 
 def said(recorder: Recorder, arrays: dict[str, Array]) -> list[Any]:
-    """What each launch was told of the caller's arrays, and everything else but addresses."""
+    """The arguments of each launch about the caller's arrays, and everything else except addresses."""
     names = {x.__array_interface__["data"][0]: name for name, x in arrays.items()}
     told = []
     for launch in recorder.launches:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("_numpy_backend")
 S_Q, S_KV, HEADS, TOPK, D_QK, D_V = 6, 50, 4, 9, 576, 512
 SCALE = D_QK**-0.5
 TOLERANCE = 1e-2
-"""Of bfloat16, relative to the largest value."""
+"""Tolerance for bfloat16, relative to the largest value."""
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def backward(torch: Any) -> Any:
 @pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize("compacted", [False, True], ids=["-1 anywhere", "lengths"])
 def test_cudnn_backward(torch: Any, backward: Any, problem: dict[str, Any], with_sink: bool, compacted: bool) -> None:
-    """As cuDNN's callers hand it over: rows in front and their number, zeros behind; or with -1 in between."""
+    """Lists in cuDNN's form: rows in front and their number, zeros after them; or with -1 in between."""
     indices = problem["indices"]
     leaves = [problem[name].double().requires_grad_() for name in ("q", "kv", "sink")]
     out, lse = attention(torch, leaves[0], leaves[1], indices, leaves[2] if with_sink else None)
@@ -183,7 +183,7 @@ wrong_indices = pytest.mark.parametrize(
 
 @wrong_indices
 def test_xtuner_and_wrong_indices(torch: Any, problem: dict[str, Any], change: Any, kind: Any, text: str) -> None:
-    """What 32 bits do not hold is refused, not narrowed."""
+    """Indices beyond 32 bits are refused, not narrowed."""
     sparse_mla = importlib.import_module("mla_cupy.compat.xtuner").sparse_mla
     with pytest.raises(kind, match=rf"^indices.*: {text}"):
         sparse_mla(problem["q"], problem["kv"][:, None], change(problem["indices"][:, None]), scaling=SCALE)
@@ -269,7 +269,7 @@ def test_megatron_falls_back(torch: Any, megatron: Any, change: dict[str, Any]) 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_megatron_registration(megatron: Any, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
-    """In either place where Megatron has had its table."""
+    """Registration works in either place of Megatron's table."""
     table = {"tilelang": "somewhere"}
     name = megatron._DISPATCHERS[place]
     install_modules(monkeypatch, {name: {"_BACKEND_MODULE_NAME_BY_BACKEND": table}})

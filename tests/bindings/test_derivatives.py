@@ -19,7 +19,7 @@ from tests.support.flat import flat, mla_decode
 
 pytestmark = [
     pytest.mark.usefixtures("_numpy_backend"),
-    pytest.mark.filterwarnings("ignore:`torch.jit"),  # of what PyTorch's forward mode uses itself
+    pytest.mark.filterwarnings("ignore:`torch.jit"),  # from PyTorch's own forward mode
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
 ]
 
@@ -30,12 +30,12 @@ CONSTANTS = ("indexer_warmup_loss", "indexer_sparse_loss", "indexer_head_sums")
 
 
 def differentiable(call: BoundCall) -> bool:
-    """Whether a call has a gradient: of e4m3 codes none has."""
+    """True if a call has a gradient: e4m3 codes have none."""
     return call.operation in DIFFERENTIABLE and call.arrays["q"].dtype.name in FLOATS
 
 
 def one_call_each(calls: list[BoundCall]) -> Iterator[Any]:
-    """For each operation and each array of it that can have a derivative: a call with it, and the array's name."""
+    """One call per operation and differentiable array, with the array's name."""
     seen = set()
     for call in calls:
         for name, x in call.arrays.items():
@@ -76,7 +76,7 @@ def said(call: BoundCall, name: str) -> str:
 
 @every_argument
 def test_torch(torch: Any, of_torch: Any, call: BoundCall, name: str) -> None:
-    """In reverse mode by autograd and by torch.func, in forward mode by both."""
+    """Refusals in reverse mode by autograd and by torch.func, and in forward mode by both."""
     value, x = of_one(torch, of_torch, call, name)
     has_gradient = differentiable(call)
     if not has_gradient:
@@ -162,7 +162,7 @@ def test_jax_constants(jax: Any, of_jax: Any) -> None:
     assert (gradient == 1).all()
 
 
-# ---- torch.func of what has a gradient ---------------------------------------------------------------------------
+# ---- torch.func of functions with a gradient ---------------------------------------------------------------------
 
 
 def attention(torch: Any, of_torch: Any, **changes: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -206,7 +206,7 @@ def test_transforms_of_the_sparse_forward(torch: Any, of_torch: Any, changes: di
 @pytest.mark.parametrize("lse_base", ["e", "2"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_gradient_through_lse(torch: Any, of_torch: Any, lse_base: str, compiled: bool) -> None:
-    """Of a loss of lse alone, as PyTorch itself finds it; rows without a key have none."""
+    """The gradient of a loss of lse alone matches PyTorch's; rows without a key have none."""
     call = forward({"sink": True, "lengths": True})
     call.arrays["attn_sink"][:] = 0.5, -np.inf, 3, 9
     given = {name: x.double() if x.dtype == torch.bfloat16 else x for name, x in tensors(torch, call).items()}

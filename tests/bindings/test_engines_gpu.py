@@ -151,7 +151,7 @@ def test_vllm_steps_from_an_fp8_cache(torch_gpu: Any, monkeypatch: pytest.Monkey
 
 
 def test_vllm_sparse_steps_from_an_fp8_cache(torch_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a graph replays is what the public call gives."""
+    """A replayed graph returns the public call's result."""
     torch = torch_gpu
     stand_in_vllm.install(monkeypatch)
     backend = importlib.import_module("mla_cupy.integrations.vllm_sparse_backend")

@@ -72,7 +72,7 @@ def test_the_schedule_follows_other_lengths(library: Any) -> None:
 
 
 def test_a_step_is_scheduled_once(recorder: Recorder) -> None:
-    """In memory of the arrays' library, for all layers; `update` schedules again."""
+    """One schedule serves all layers, in memory of the arrays' library; `update` schedules again."""
     inputs = decode_inputs(page_size=64, d_qk=512, seqlens="ragged-1100")
     schedule = FlashMLASchedMeta()
     for _ in range(3):
@@ -148,7 +148,7 @@ def test_sparse_decode_from_fp8(library: Any, case: SparseDecodeCase, request: p
     """Queries that do not step evenly, poisoned caches whose pages have gaps, and two lists."""
     make, back = library
     if request.node.callspec.params["library"] == "jax" and case.record == "v4":
-        pytest.skip("arrays of JAX have no gaps between pages, as those of v4 need")
+        pytest.skip("JAX arrays have no gaps between pages, which v4 needs")
     given = records_call(case)
     room = np.full((case.b, case.s_q + 1, case.h_q, given["q"].shape[-1]), np.nan, given["q"].dtype)
     room[:, : case.s_q] = given["q"]
@@ -292,7 +292,7 @@ def test_sparse_forward(library: Any) -> None:
 
 
 def test_lse_of_the_first_indices(library: Any) -> None:
-    """Of those within `topk_length`, and without the sink; other results are as they are without it."""
+    """The log-sum-exp covers the first indices within `topk_length`, without the sink; other results do not change."""
     make, back = library
     given = sparse_decode_inputs()
     q, kv = given["q"].reshape(-1, HEADS, 576), given["k_cache"].reshape(-1, 1, 576)
@@ -317,7 +317,7 @@ DENSE_MISTAKES = [
     ({"tile_scheduler_metadata": np.zeros(3)}, PlanError, "tile_scheduler_metadata: got ndarray"),
     ({"num_splits": np.zeros(4)}, ArgumentError, "num_splits: got a ndarray, expected None"),
     ({"head_dim_v": 128}, ArgumentError, "head_dim_v: got 128, expected 512"),
-    ({"extra_k_cache": np.zeros(3)}, ArgumentError, "extra_k_cache: got an array, expected None; only sparse"),
+    ({"extra_k_cache": np.zeros(3)}, ArgumentError, "extra_k_cache: got an array, expected None; pass it with indices"),
     ({"extra_topk_length": np.zeros(3)}, ArgumentError, "extra_topk_length"),
     ({"attn_sink": np.zeros(HEADS, "f4")}, ArgumentError, "attn_sink: got an array, without indices"),
     ({"topk_length": np.zeros(B, "i4")}, ArgumentError, "topk_length: got an array, without indices"),
@@ -370,7 +370,7 @@ def test_a_schedule_for_another_form() -> None:
         (
             {"k_cache": np.zeros((PAGES, PAGE + 1, 1, 576), ml_dtypes.bfloat16)[:, :PAGE]},
             ShapeError,
-            "no gaps between them",
+            "to pages without gaps",
         ),
         ({"strict": True}, ArgumentError, "is_fp8_kvcache: got False, expected True, with indices"),
     ],

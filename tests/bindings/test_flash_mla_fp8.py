@@ -95,7 +95,7 @@ def test_mistakes(change: dict[str, Any], error: type[Exception], message: str) 
 
 def test_the_other_function_names_this_one() -> None:
     inputs = inputs_of()
-    with pytest.raises(DTypeError, match=r"q.dtype: got float8_e4m3fn, .*flash_mla_with_kvcache_fp8 takes"):
+    with pytest.raises(DTypeError, match=r"q.dtype: got float8_e4m3fn, .*call flash_mla_with_kvcache_fp8"):
         flash_mla_with_kvcache(*inputs.arguments, 512, FlashMLASchedMeta(), is_fp8_kvcache=True)
 
 

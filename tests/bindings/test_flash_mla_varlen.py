@@ -119,7 +119,7 @@ def textbook(torch: Any, arrays: list[Any], starts: list[list[int]], scale: floa
 
 
 def test_gradients(torch: Any) -> None:
-    """Of out and of lse, with grouped heads; `deterministic` asks for what autograd goes by."""
+    """Gradients of out and of lse, with grouped heads; `deterministic` requires autograd's own setting."""
     generator, starts = torch.Generator().manual_seed(0), [[0, 4, 9], [0, 6, 11]]
 
     def random(*shape: int) -> Any:

@@ -38,7 +38,7 @@ every_problem = pytest.mark.parametrize("draw", PROBLEMS, ids=lambda draw: draw.
 
 
 def answer(function: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """What a call returns, or the error of the package that it ends in."""
+    """Result of a call, or its error."""
     try:
         with np.errstate(all="ignore"):
             return as_tuple(function(**given))
@@ -66,7 +66,7 @@ def judge(got: Any, wanted: Any, about: str, error: float = 0.0) -> None:
 
 
 def _numbers(x: Any) -> Array:
-    """In float64; XLA's threads on the CPU flush subnormals, so that they count as zeros."""
+    """Numbers in float64; XLA's CPU threads flush subnormals, so they count as zeros."""
     wide = np.asarray(x).astype(np.float64) if x.dtype.kind != "i" else np.asarray(x)
     return np.where(np.abs(wide) < 2.0**-126, 0, wide) if x.dtype.kind != "i" else wide
 
@@ -188,7 +188,7 @@ def test_jax(jax: Any, of_jax: Any, call: BoundCall, count: int) -> None:
 @on_cpu
 @pytest.mark.parametrize("call", ONE_OF_EACH, ids=lambda call: call.operation)
 def test_jax_under_transforms(jax: Any, of_jax: Any, call: BoundCall) -> None:
-    """jit, and vmap over two calls of which one has other values."""
+    """jit, and vmap over two calls with different values."""
     rng, function = np.random.default_rng(53), flat(getattr(of_jax, call.operation))
     given = {name: x.astype(np.int32) if x.dtype == np.int64 else x for name, x in call.arrays.items()}
     other = {**given, **{name: x for name, x in draws.values(rng, call).items() if x.shape == given[name].shape}}
@@ -219,7 +219,7 @@ def in_float64(problem: Problem) -> dict[str, Array]:
 
 
 def torch_loss(torch: Any, problem: Problem, results: Any, wide: bool) -> Any:
-    """The scalar of which gradients are compared: results that are not used have no part in it."""
+    """The scalar for the compared gradients: unused results have no part in it."""
     parts = []
     for x, weights in zip(results, problem.cotangents, strict=False):
         if weights.any():

@@ -357,7 +357,7 @@ def test_errors_while_running_keep_their_text(
 def test_public_calls_point_to_the_binding(jax: Any, transform: str) -> None:
     outs, lses = jax.numpy.ones((2, 1, 1, 1, 8)), jax.numpy.zeros((2, 1, 1, 1))
     wrapped = getattr(jax, transform)(lambda x: mla_cupy.merge_states(x, lses)[0].sum())
-    with pytest.raises(DTypeError, match=r"outs: got a \w*Tracer.*call the function of that name of mla_cupy\.jax"):
+    with pytest.raises(DTypeError, match=r"outs: got a \w*Tracer.*call mla_cupy\.jax's function of this name"):
         wrapped(outs)
 
 
@@ -392,7 +392,7 @@ def test_arguments_of_other_kinds(jax: Any, of_jax: Any, changes: dict[str, Any]
 
 @pytest.mark.parametrize("call", ONE_OF_EACH, ids=lambda call: call.operation)
 def test_structured_dtypes(jax: Any, of_jax: Any, call: BoundCall) -> None:
-    """Those that NumPy has and JAX has not: an error that names the argument, whichever it is."""
+    """Structured dtypes of NumPy, which JAX lacks: the error names the argument, whichever it is."""
     given = {name: x for name, x in on_cpu(jax, call).items() if call.arrays[name].dtype != np.int64}
     for name in call.record.names:
         with pytest.raises(DTypeError, match=f"^{name}.dtype: got"):

@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def decode(of_jax: Any) -> tuple[Any, list[Any]]:
-    """Two layers, the second of which reads what the first one leaves."""
+    """Two layers; the second reads the first one's results."""
     inputs = cases.make(cases.DecodeCase(b=2, s_q=1, h_q=16, seqlens=(70, 5), strides="dense"))
 
     def step(q: Any, *cache: Any) -> Any:

@@ -49,7 +49,9 @@ def on_gpu(jax: Any, call: BoundCall) -> dict[str, Any]:
 def test_under_jit(
     jax_gpu: Any, of_jax: Any, call: BoundCall, exportable: bool, entries: list[tuple[str, int]]
 ) -> None:
-    """The same bits as the public call; of dkv only if deterministic, else as near as its order of additions allows."""
+    """The bits equal the public call's, for dkv only if deterministic; else dkv is within the error of its
+    additions.
+    """
     run = jax_gpu.jit(lambda x: flat(getattr(of_jax, call.operation))(**x, **call.options, exportable=exportable))
     got = jax_gpu.block_until_ready(run(on_gpu(jax_gpu, call)))
     given = {name: upload(x) for name, x in call.arrays.items()}
@@ -113,7 +115,7 @@ def test_two_shapes(jax_gpu: Any, of_jax: Any) -> None:
 
 @pytest.mark.parametrize("changes", [{"h_q": 64, "topk": 64}, {"h_q": 16, "topk": 100, "sink": True}], ids=str)
 def test_gradients(jax_gpu: Any, of_jax: Any, changes: dict[str, Any]) -> None:
-    """Bit by bit those of the public calls, one after the other."""
+    """Results equal the public calls', one after the other, bit by bit."""
     jax, inputs = jax_gpu, sparse_inputs(s_q=30, s_kv=300, **changes)
     arrays = {"q": inputs.q, "kv": inputs.kv, "indices": inputs.indices, **inputs.optional}
     given = dict(zip(arrays, put(jax, tuple(arrays.values()), "gpu"), strict=True))
@@ -168,7 +170,7 @@ def test_graph_replay_without_python(
     assert sum(per_step[-SETTLED:]) == 0, f"Python was entered in the last {SETTLED} steps: {per_step}"
     for out, lse in state:
         check((np.asarray(out), np.asarray(lse)), inputs.exact, inputs.rounded, "bfloat16")
-    # A replay reads what is there now.
+    # A replay reads the current values.
     shorter = np.minimum(inputs.seqlens, 64)
     (fewer,) = put(jax, (shorter,), "gpu")
     state = step(q, kv_cache, table, fewer, state)
@@ -283,7 +285,7 @@ def test_shard_map_over_gpus(jax_gpu: Any, of_jax: Any) -> None:
 
 
 def part_on(device: Any, array: Any) -> Any:
-    """What a device has of a divided array."""
+    """A device's part of a divided array."""
     (part,) = (shard.data for shard in array.addressable_shards if shard.device == device)
     return part
 
@@ -291,7 +293,7 @@ def part_on(device: Any, array: Any) -> Any:
 @pytest.mark.parametrize(("kind", "exportable"), [("Auto", False), ("Explicit", False), ("Explicit", True)])
 @pytest.mark.parametrize("axis", ["sequences", "heads"])
 def test_sharded_over_gpus(jax_gpu: Any, of_jax: Any, kind: str, exportable: bool, axis: str) -> None:
-    """By a plain `jit`: no GPU gets anything of another one; each has the bits of a call for its part alone."""
+    """A plain `jit` moves nothing between GPUs; each has the bits of a call for its part alone."""
     jax, spec = jax_gpu, jax_gpu.sharding.PartitionSpec
     devices = jax.devices("gpu")
     if len(devices) < 2:
@@ -351,7 +353,7 @@ def test_errors_while_running_keep_their_text(jax_gpu: Any, of_jax: Any, monkeyp
 
 
 def test_a_program_for_the_cpu(jax_gpu: Any, of_jax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process with a GPU, XLA picks the branch of the platform that it compiles for."""
+    """XLA picks the branch of the platform that it compiles for, even in a process with a GPU."""
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     inputs = cases.make(cases.DecodeCase(h_q=4, seqlens=70, strides="dense"))
     for run in (jax_gpu.jit(flat(of_jax.mla_decode)), flat(of_jax.mla_decode)):

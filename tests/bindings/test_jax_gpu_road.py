@@ -50,7 +50,7 @@ def pretend(jax: Any, of_jax: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def test_the_platform_is_chosen_when_xla_compiles(
     jax: Any, of_jax: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a GPU in the process, a program for the CPU stays on the CPU; the kernels are loaded all the same."""
+    """A program for the CPU stays on the CPU in a process with a GPU; the kernels are loaded all the same."""
     lowering = importlib.import_module("mla_cupy.jax.lowering")
     forget()
     monkeypatch.setattr(lowering, "gpu_ordinals", lambda: (HOST,))
@@ -91,7 +91,7 @@ def test_buffers_and_stream_arrive(
     make: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The addresses in the kernels' parameters are those of XLA's buffers; what the callback does allocates nothing."""
+    """The addresses in the kernels' parameters are XLA's buffers; the callback allocates nothing."""
     buffers = importlib.import_module("mla_cupy.jax.lowering")
     places: list[list[int]] = []
     locate = buffers.locate

@@ -126,7 +126,9 @@ CASE_OF_IDS = dense_cases.DenseCase(sequences=((9, 9),), h_q=2, h_kv=2, k_rope="
 
 
 def visible(ids_q: np.ndarray[Any, Any], ids_kv: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """By the docstring, pair by pair: equal ids that are no padding, and the queries the last of their segment."""
+    """Visibility as documented, pair by pair: equal ids that are no padding, and the queries the last of their
+    segment.
+    """
     seen = np.zeros((len(ids_q), len(ids_kv)), bool)
     for i, x in enumerate(ids_q):
         keys = np.flatnonzero(ids_kv == x)
@@ -262,7 +264,7 @@ def test_ids_that_do_not_fit(jax: Any, of_jax: Any) -> None:
         ({**both, "max_segments": True}, ArgumentError, "max_segments: got True"),
         ({**both, "cu_seqlens_q": starts}, ArgumentError, "cu_seqlens_q: got an array, with segment_ids_q, expected"),
         ({**both, "segment_ids_q": ids[:2]}, ShapeError, "segment_ids_q.shape: got (2,), expected (3,), as q has"),
-        ({**both, "segment_ids_q": ids[None]}, ShapeError, "rows of ids are for segment_starts"),
+        ({**both, "segment_ids_q": ids[None]}, ShapeError, "pass rows of ids to segment_starts"),
         ({**both, "segment_ids_kv": ids[:1]}, ShapeError, "segment_ids_kv.shape: got (1,), expected (3,), as k has"),
         ({**both, "segment_ids_q": ids > 1}, DTypeError, "segment_ids_q.dtype: got bool"),
         ({**both, "segment_ids_kv": [1, 1, 2]}, DTypeError, "segment_ids_kv: got "),

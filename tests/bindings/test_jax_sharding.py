@@ -45,7 +45,7 @@ def put(jax: Any, mesh: Any, arrays: Mapping[str, Any], specs: Mapping[str, tupl
 
 
 def moves(jax: Any, function: Any, *given: Any) -> set[str]:
-    """What devices of the compiled program exchange, or cut out of what they have."""
+    """Data that devices of the compiled program exchange, or cut from their parts."""
     return set(_MOVES.findall(jax.jit(function).lower(*given).compile().as_text()))
 
 
@@ -270,7 +270,7 @@ def test_rules(sharding: Any) -> None:
 
 
 def test_axes_of_a_mesh_are_taken_once(sharding: Any) -> None:
-    """Of two axes that want the same the first has it; followers of a size that is not in proportion forbid it."""
+    """The first of two axes gets a contested axis of the mesh; sizes out of proportion forbid it."""
     parts = sharding.parts_of(
         {"b": (), "s_q": ("ends",)},
         [(["b", "s_q"], (4, 6)), (["ends"], (3,))],

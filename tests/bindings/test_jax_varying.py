@@ -49,7 +49,7 @@ def shared(jax: Any, mesh: Any, function: Callable[..., Any], varying: bool) -> 
 
 @pytest.mark.parametrize("call", ONE_OF_EACH, ids=lambda call: call.operation)
 def test_results_vary(jax: Any, of_jax: Any, mesh: Any, call: BoundCall) -> None:
-    """What a device has computed of arrays of its own is not the same on all."""
+    """Results of a device's own arrays vary between devices."""
     name = call.record.names[0]
     twice = np.stack([call.arrays[name]] * 2)
 
@@ -65,7 +65,7 @@ def test_results_vary(jax: Any, of_jax: Any, mesh: Any, call: BoundCall) -> None
 @pytest.mark.parametrize("steps", [0, 2], ids=["once", "scan"])
 @pytest.mark.parametrize(("call", "leaves"), DIFFERENTIABLE)
 def test_gradients(jax: Any, of_jax: Any, mesh: Any, call: BoundCall, leaves: tuple[str, ...], steps: int) -> None:
-    """By what a device has of its own, and by what all share: those are sums over the devices."""
+    """Gradients by a device's own arrays, and by shared arrays: the latter are sums over the devices."""
     own, *replicated = leaves
     jnp = jax.numpy
     given = {name: jnp.asarray(x) for name, x in call.arrays.items()}
@@ -78,7 +78,7 @@ def test_gradients(jax: Any, of_jax: Any, mesh: Any, call: BoundCall, leaves: tu
     def loss(x: Any, others: dict[str, Any]) -> Any:
         if not steps:
             return once(x, others)
-        start = jnp.zeros(()) + 0 * x.astype(jnp.float32).sum()  # which varies as what is added does
+        start = jnp.zeros(()) + 0 * x.astype(jnp.float32).sum()  # varies like the added value
         return jax.lax.scan(lambda total, _: (total + once(x, others), None), start, length=steps)[0]
 
     def over_devices(parts: Any, others: dict[str, Any]) -> Any:

@@ -42,7 +42,7 @@ def spoil(rng: np.random.Generator, given: Call, arrays: Any, options: Any, way:
 
 
 def ways_of(torch: Any) -> tuple[Callable[[Any], Any], ...]:
-    """What PyTorch's users may pass in the place of a tensor."""
+    """Wrong values that PyTorch's users may pass instead of a tensor."""
 
     class Subclass(torch.Tensor):  # type: ignore[misc, name-defined]
         pass
@@ -91,14 +91,14 @@ def spoiled_tensor(torch: Any, rng: np.random.Generator, x: Any) -> Any:
 
 
 def is_plain(torch: Any, x: Any) -> bool:
-    """Whether NumPy can have it: the answer can be compared then."""
+    """True if NumPy supports the value: the answers are then compared."""
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.device.type != "cpu":
         return False
     return not (x.is_nested or x._is_zerotensor() or is_shape(torch, x))
 
 
 def is_shape(torch: Any, x: Any) -> bool:
-    """Whether it is a tensor without values."""
+    """True for a tensor without values."""
     fake = torch._subclasses.fake_tensor.FakeTensor
     return isinstance(x, fake) or (isinstance(x, torch.Tensor) and x.device.type == "meta")
 
@@ -140,7 +140,7 @@ def test_torch(torch: Any, of_torch: Any, call: BoundCall, count: int) -> None:
 
 
 def assert_answers(torch: Any, call: BoundCall, given: Call, before: Call, results: Any, about: str) -> None:
-    """Those of the plain function for NumPy's arrays, which takes them, too."""
+    """Answers equal the plain function's for NumPy's arrays, which it accepts, too."""
     plain = {name: str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x for name, x in before.items()}
     if any(is_shape(torch, x) for x in plain.values()):
         assert all(x is None or is_shape(torch, x) for x in results), about  # an operator tells shapes
@@ -201,7 +201,7 @@ def test_compat(torch: Any, name: str, count: int) -> None:
 
 
 def spoiled_array(jnp: Any, rng: np.random.Generator, x: Any) -> Any:
-    """What JAX's users may pass in the place of an array."""
+    """Wrong values that JAX's users may pass instead of an array."""
     if not hasattr(x, "dtype"):
         return nonsense(rng)
     ways: tuple[Callable[[Any], Any], ...] = (
@@ -293,7 +293,7 @@ def clean(call: Call) -> Call:
 @pytest.mark.parametrize("count", numbers(60, 1000))
 @pytest.mark.parametrize("good", [dense_call, selecting_call, record_call, flat_call], ids=lambda good: good.__name__)
 def test_flash_mla(good: Callable[[], Call], count: int) -> None:
-    """Schedules serve several calls; an answer is that of clean arrays and a schedule of its own."""
+    """Schedules serve several calls; the reference uses clean arrays and a separate schedule."""
     sparse = good is flat_call
     function: Any = flash_mla.flash_mla_sparse_fwd if sparse else flash_mla.flash_mla_with_kvcache
     taken = list(inspect.signature(function).parameters)

@@ -33,7 +33,7 @@ every_form = pytest.mark.parametrize("changes", CHANGES, ids=["shared", "pair", 
 
 
 def weights(call: BoundCall) -> Array:
-    """What `out` weighs in a loss: numbers that 16 bits hold."""
+    """Weights of `out` in a loss: numbers that fit 16 bits."""
     return np.linspace(-1, 1, call.arrays["v"].shape[2]).astype(call.arrays["q"].dtype).astype(np.float32)
 
 
@@ -167,7 +167,7 @@ def test_torch_empty_state(torch: Any, of_torch: Any) -> None:
 
 
 def test_torch_state_alone(torch: Any, of_torch: Any) -> None:
-    """Of rows that see no key the result is the state, whatever its lse: it was noise of rounded values."""
+    """Rows without a key return the state, whatever its lse."""
     q, k, v, state, lse = state_alone()
     leaves = torch.from_numpy(state).requires_grad_(), torch.from_numpy(lse).requires_grad_()
     given = (tensor(torch, x) for x in (q, k, v))
@@ -278,7 +278,7 @@ def test_jax_heads_over_devices(jax: Any, of_jax: Any, exportable: bool) -> None
     assert gap < 0.01 * np.linalg.norm(expected["k_rope"].astype(np.float64))  # a sum of two rounded ones
 
 
-# ---- With a mask there is none ------------------------------------------------------------------------------------
+# ---- No gradient with a mask --------------------------------------------------------------------------------------
 
 
 def test_torch_with_a_mask(torch: Any, of_torch: Any) -> None:

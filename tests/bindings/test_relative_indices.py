@@ -33,7 +33,7 @@ INT_MAX = 2**31 - 1
 
 
 def of_all_rows(call: BoundCall) -> BoundCall:
-    """The same selection by row numbers; what lies past a sequence's end names the next one's rows."""
+    """Selection by row numbers; entries past a sequence's end name the next one's rows."""
     indices, starts_q, starts_kv = (call.arrays[x] for x in ("indices", "cu_seqlens_q", "cu_seqlens_kv"))
     sequence = np.clip(np.searchsorted(starts_q, np.arange(len(indices)), side="right") - 1, 0, len(starts_kv) - 2)
     start = starts_kv[sequence].astype(np.int64).reshape(-1, *[1] * (indices.ndim - 1))

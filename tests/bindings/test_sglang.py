@@ -26,7 +26,7 @@ HEADS, CONTEXT, PAGES, SCALE = 4, 200, 9, 192**-0.5
 def runner(
     torch: Any, page_size: int = 64, drafts: int | None = None, device: str = "cpu", **changes: Any
 ) -> SimpleNamespace:
-    """A model: three requests of the pool have pages, those of two of them mixed."""
+    """A model: three requests of the pool have pages; two of them mix theirs."""
     rng = np.random.default_rng(4)
     more = 64 // page_size
     rows = rng.standard_normal(((PAGES + more) * page_size, 1, 576)).astype(ml_dtypes.bfloat16)
@@ -72,7 +72,7 @@ def layer_of(heads: int = HEADS) -> SimpleNamespace:
 
 
 def oracle(torch: Any, backend: Any, q: Any, lengths: Any, rounding: str | None, **options: Any) -> Any:
-    """From the slots of each request, one by one."""
+    """The result from the slots of each request, one by one."""
     rows = array(torch, backend.token_to_kv_pool.rows)
     slots = backend.req_to_token.cpu().numpy()[[2, 0, 1][: len(lengths)]]
     b = len(lengths)
@@ -175,7 +175,9 @@ def test_an_fp8_cache(torch: Any, monkeypatch: pytest.MonkeyPatch, s_q: int, mat
 @pytest.mark.parametrize("s_q", [1, 3], ids=["decode", "verify"])
 @pytest.mark.parametrize("cache", ["bfloat16", "fp8"])
 def test_queries_in_two_arrays(torch: Any, monkeypatch: pytest.MonkeyPatch, s_q: int, cache: str) -> None:
-    """As SGLang has them, the latent part head by head: joined for records alone; new rows are joined, too."""
+    """Queries in SGLang's two arrays, the latent part head by head: joined for FP8 tokens alone; new rows are joined,
+    too.
+    """
     found = stand_in_sglang.install(monkeypatch)
     backend = plugin.create((in_fp8 if cache == "fp8" else runner)(torch, drafts=3))
     assert found.in_parts == ["fa3", "mla_cupy"]
@@ -375,7 +377,7 @@ def test_registration(torch: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytes
 def test_another_registry_is_declined(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
-    """With one line in the log, and nothing registered."""
+    """Another registry is declined with one line in the log; nothing is registered."""
     found = stand_in_sglang.install(monkeypatch)
     if what == "choices":
         monkeypatch.setattr(sys.modules[plugin._ARGUMENTS], "add_attention_backend_choices", lambda: None)
@@ -396,7 +398,7 @@ def test_another_registry_is_declined(
 def test_another_backend_interface_is_declined(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
-    """When a model is loaded: one line in the log, and an error with the remedy."""
+    """Another interface is declined when a model is loaded: one line in the log, and an error with the remedy."""
     stand_in_sglang.install(monkeypatch)
     name = "init_forward_metadata_out_graph"
     if what == "parameters":

@@ -13,10 +13,10 @@ from mla_cupy import ops
 from tools.generate.bound import OBJECTIVES
 
 NOT_THERE = {"torch": {"stream", "check"}, "jax": {"stream", "check", "workspace", "plan"}}
-"""What a compiled program has other means for."""
+"""Parameters that a compiled program replaces by its own means."""
 MORE = {"torch": set[str](), "jax": {"exportable"}}
 SEGMENTS = {"segment_ids_q", "segment_ids_kv", "max_segments"}
-"""How JAX's libraries tell packed sequences."""
+"""Parameters that describe packed sequences in JAX's libraries."""
 libraries = pytest.mark.parametrize("library", NOT_THERE)
 
 
@@ -34,7 +34,7 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
 @libraries
 @pytest.mark.parametrize("name", ops.BOUND_OPERATIONS)
 def test_an_operation_s_parameters(module: Any, library: str, name: str) -> None:
-    """Those of the public function, with their kinds and defaults, in its order."""
+    """The public function's parameters, with their kinds and defaults, in its order."""
     public, taken = parameters(getattr(ops, name)), parameters(getattr(module, name))
     reverse = ops.BOUND_OPERATIONS[name].derivative == "reverse"
     own = MORE[library] | ({"deterministic"} if library == "jax" and reverse else set())

@@ -62,7 +62,7 @@ def check(torch: Any, got: Any, wanted: tuple[Array | None, ...]) -> None:
 
 
 def run(torch: Any, function: Any, call: BoundCall) -> tuple[Any, ...]:
-    """What it returns, then what it changes."""
+    """Results, then changed arguments."""
     given = tensors(torch, call)
     return (*as_tuple(function(**given, **options(torch, call))), *(given.get(name) for name in call.changed))
 
@@ -79,7 +79,7 @@ def test_operators(torch: Any, of_torch: Any, call: BoundCall) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", np.float32, np.dtype("float32")], ids=["name", "type", "dtype"])
 def test_dtypes_of_any_form(torch: Any, of_torch: Any, dtype: Any) -> None:
-    """As the public functions take them, by every way to an operator."""
+    """Dtypes in every form of the public functions, for every operator."""
     call, steps = forward(), decode()
     given, inputs = tensors(torch, call), tensors(torch, steps)
     wanted = BoundCall("", call.operation, call.arrays, {**call.options, "out_dtype": "float32"}).eager()
@@ -129,7 +129,7 @@ def test_functions_that_write(torch: Any, of_torch: Any) -> None:
     got = of_torch.sparse_mla_backward(**given, dq=dq, dkv=dkv, d_sink=d_sink, scale=SCALE)
     assert [x is y for x, y in zip(got, (dq, dkv, d_sink), strict=True)] == [True] * 3
     check(torch, got, wanted)
-    with pytest.raises(ArgumentError, match="dkv: got None, expected a tensor, like dq; give all results or none"):
+    with pytest.raises(ArgumentError, match="dkv: got None, expected a tensor, like dq; pass all results or none"):
         of_torch.sparse_mla_backward(**given, dq=dq, scale=SCALE)
     for name, results in (("merge_states", ("out", "lse")), ("mla_decode", ("out", "lse"))):
         call = merge() if name == "merge_states" else decode()
@@ -152,7 +152,7 @@ def test_functions_that_write(torch: Any, of_torch: Any) -> None:
 def test_errors_come_through(
     torch: Any, of_torch: Any, change: dict[str, Any], kind: type[Exception], text: str
 ) -> None:
-    """From the operator, and from its fake."""
+    """Errors come from the operator and from its fake."""
     given = {**tensors(torch, decode()), "scale": SCALE, **change}
     given = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
     with pytest.raises(kind, match=text):
@@ -386,7 +386,7 @@ def test_operators_refuse_mixtures(torch: Any, of_torch: Any, kind: str, name: s
 
 @every_call
 def test_shapes_alone(torch: Any, of_torch: Any, call: BoundCall) -> None:
-    """Of tensors on "meta", and of fake ones without their mode."""
+    """Shapes alone for tensors on "meta", and for fake ones without their mode."""
     wanted = call.eager()[: len(call.outputs)]
     for kind in ("meta", "FakeTensor"):
         make = fakes_of(torch)[kind]
@@ -438,7 +438,7 @@ def test_results_that_there_are_not(
 
 @pytest.mark.parametrize("name", ["kv", "indices"])
 def test_tensors_of_which_one_has_no_memory(torch: Any, of_torch: Any, name: str) -> None:
-    """Of all on "meta" there are shapes; where one is not, what was returned had never been written."""
+    """Tensors all on "meta" give shapes; a mixture is refused, since its result would never be written."""
     given = tensors(torch, forward())
     on_meta = {key: x.to("meta") for key, x in given.items()}
     assert of_torch.sparse_mla_forward(**on_meta, scale=SCALE)[0].device.type == "meta"

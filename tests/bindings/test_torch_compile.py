@@ -138,7 +138,7 @@ def test_opcheck_of_plans(torch: Any, of_torch: Any) -> None:
     torch.library.opcheck(torch.ops.mla_cupy.mla_decode_planned.default, (), {**held, **given, "scale": 0.1})
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")  # of what inductor imports
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # from inductor's imports
 def test_a_plan_for_lengths_that_vary(torch: Any, of_torch: Any) -> None:
     given = tensors(torch, decode_with_forms("cu_seqlens_q", "q_rope", "attn_sink"))
     plan = plan_for(of_torch, tensors(torch, decode()), device="cpu", cu_seqlens_q=True, q_rope=True, attn_sink=True)
@@ -214,7 +214,7 @@ def test_a_plain_function_breaks_the_graph(torch: Any, call: BoundCall) -> None:
 
 
 def test_a_plain_function_that_is_compiled_before_pytorch_knows_of_it(torch: Any) -> None:
-    """As where it was imported before PyTorch, and has not been called yet."""
+    """A function that was imported before PyTorch, and has not been called yet."""
     frames, call = torch._C._dynamo.eval_frame, decode()
     methods = [x for kind in (TorchFamily, TorchCpuFamily) for x in vars(kind).values() if inspect.isfunction(x)]
     for function in (ops.mla_decode, ops.call.run, ops.call._on_host, check_tensor, *methods):

@@ -45,11 +45,11 @@ def check_decode(torch: Any, results: Any, inputs: cases.DecodeInputs) -> None:
 
 @every_call
 def test_operators(torch_gpu: Any, of_torch: Any, call: BoundCall) -> None:
-    """The same bits as the public call; of dkv only if deterministic."""
+    """The bits equal the public call's, for dkv only if deterministic."""
     chosen = options(torch_gpu, call)
 
     def run(function: Any) -> tuple[Any, ...]:
-        """What it returns, then what it changes."""
+        """Results, then changed arguments."""
         given = on_gpu(torch_gpu, call.arrays)
         return (*as_tuple(function(**given, **chosen)), *(given.get(name) for name in call.changed))
 
@@ -113,7 +113,7 @@ def test_decode_loop_in_a_graph(torch_gpu: Any, of_torch: Any, write: bool) -> N
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # of a part without kernels, to be left out by PyTorch
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_by_inductor(torch_gpu: Any, of_torch: Any, mode: str) -> None:
-    """With the plan's update inside; "reduce-overhead" replays CUDA graphs."""
+    """Compiled code includes the plan's update; "reduce-overhead" replays CUDA graphs."""
     torch = torch_gpu
     pytest.importorskip("triton")
     torch._dynamo.reset()
@@ -138,7 +138,7 @@ def test_compiled_by_inductor(torch_gpu: Any, of_torch: Any, mode: str) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_gradients(torch_gpu: Any, of_torch: Any, compiled: bool) -> None:
-    """Bit by bit those of the public calls, where PyTorch wants determinism."""
+    """Gradients equal the public calls', bit by bit, where PyTorch requests determinism."""
     torch, inputs = torch_gpu, sparse_inputs(s_q=30, s_kv=300, h_q=64, topk=64, sink=True)
     given = on_gpu(torch, {"q": inputs.q, "kv": inputs.kv, "indices": inputs.indices, **inputs.optional})
     dout = tensor(torch, inputs.dout, "cuda")
@@ -164,7 +164,7 @@ CALLS, MAX_OVERHEAD, SCALE = 1000, 3.0, 576**-0.5
 
 
 def median_microseconds(call: Callable[[], object]) -> float:
-    """Of the host; the first half of the calls left out."""
+    """Median time on the host, without the first half of the calls."""
     return statistics.median(microseconds_of(call, 2 * CALLS)[CALLS:])
 
 

@@ -53,7 +53,7 @@ def test_every_function(torch: Any, of_torch: Any, call: BoundCall, way: str) ->
 
 @every_operation
 def test_results_of_its_own(torch: Any, of_torch: Any, call: BoundCall) -> None:
-    """What a call makes is new."""
+    """Results are new tensors."""
     given = {**tensors(torch, call), **options(torch, call)}
     results = flat(getattr(of_torch, call.operation))(**given)
     for x in results if isinstance(results, tuple) else (results,):
@@ -88,7 +88,7 @@ def test_autograd_refuses_what_was_overwritten(torch: Any, of_torch: Any) -> Non
 
 
 def test_calls_that_skip_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a library whose arrays a kernel writes to: the first call of its kind counts, and so do those after it."""
+    """Writes through a library that the kernel writes to are counted, from the first call of a kind on."""
     outs, lses = (merge().arrays[name] for name in ("outs", "lses"))
     out, lse = merge_states(outs, lses)
     monkeypatch.setenv("MLA_CUPY_BACKEND", "cuda")

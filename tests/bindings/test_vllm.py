@@ -72,7 +72,7 @@ def builder_of(
 
 
 def step(torch: Any, table: Any, seqlens: Any, *lengths: int) -> SimpleNamespace:
-    """What vLLM tells a builder, of queries of one length or of as many as there are sequences."""
+    """vLLM's metadata for a builder, for queries of one length or one length per sequence."""
     all_lengths = lengths if len(lengths) > 1 else lengths * len(seqlens)
     starts = torch.tensor([sum(all_lengths[:i]) for i in range(len(seqlens) + 1)], dtype=torch.int32)
     return SimpleNamespace(
@@ -91,7 +91,7 @@ def step(torch: Any, table: Any, seqlens: Any, *lengths: int) -> SimpleNamespace
 
 @contextmanager
 def noted(torch: Any) -> Iterator[list[str]]:
-    """Names of PyTorch's operations on tensors, those of the host included, in order."""
+    """Names of PyTorch's operations on tensors, host tensors included, in order."""
     found: list[str] = []
 
     class Noting(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
@@ -174,7 +174,7 @@ COUNTED = {
 def test_lengths_that_are_known_are_not_compared(
     torch: Any, backend: Any, lengths: tuple[int, ...], known: bool
 ) -> None:
-    """The same division into decodes and prefills, but with views alone; vLLM compares lengths by tensors."""
+    """The division into decodes and prefills is the same with views alone; vLLM compares lengths by tensors."""
     builder, rows = builder_of(backend, torch, drafts=3), 4
     table, seqlens = torch.zeros((rows, 3), dtype=torch.int32), torch.full((rows,), 150, dtype=torch.int32)
     given = step(torch, table, seqlens, *lengths)
@@ -365,7 +365,7 @@ def test_fp8_caches_that_it_declines(torch: Any, backend: Any) -> None:
 
 
 def test_batch_invariance(torch: Any, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM's switch says; only with the heads that the plans are for."""
+    """Batch invariance follows vLLM's switch, only with the plans' heads."""
     inputs = cases.make(cases.DecodeCase(b=2, h_q=8, seqlens=70, strides="dense", head_axis=False))
     q, cache, table, seqlens = (tensor(torch, x) for x in inputs.arguments)
     assert backend.MlaCupyBackend.supports_batch_invariance()
@@ -519,7 +519,7 @@ def test_registration(
 def test_another_interface_is_declined(
     torch: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, what: str
 ) -> None:
-    """With one line in the log that says what differs, and nothing registered; the other backend is not touched."""
+    """Another interface is declined with one line in the log; nothing is registered, and the other backend stays."""
     registered = stand_in_vllm.install(monkeypatch)
     monkeypatch.setenv("MLA_CUPY_VLLM", "sparse")
     dense = name == "CUSTOM"

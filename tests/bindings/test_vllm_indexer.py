@@ -22,7 +22,7 @@ from tests.interop.test_torch import tensor
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
 
 HEADS, WIDTH, SIZE, COUNT = 3, 32, 4, 5
-"""Of the indexer; tokens of a page, and selected tokens: fewer than the longest request has."""
+"""Heads and columns of the indexer, tokens of a page, and selected tokens: fewer than in the longest request."""
 
 
 def engine_operator(
@@ -66,7 +66,7 @@ class SparseAttnIndexer:
 
 
 class Engine(SimpleNamespace):
-    """What the stand-in is told, and what it is asked for."""
+    """Recorded arguments of the stand-in."""
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ CHUNK = (
     "skip_kv_gather",
 )
 DECODE = ("block_table", "seq_lens", "decode_lens", "requires_padding")
-"""What the engine describes a step by."""
+"""Metadata by which the engine describes a step."""
 
 
 def cached(rng: np.random.Generator, pages: int) -> tuple[Any, Any, Any]:
@@ -222,7 +222,7 @@ def test_a_step(torch: Any, engine: Engine, s_q: int) -> None:
 
 @pytest.mark.parametrize("what", ["measured", "padded", "fp4", "dcp"])
 def test_what_stays_with_the_engine(torch: Any, engine: Engine, what: str) -> None:
-    """A step of which memory is measured, requests of several lengths, FP4 caches, and ranks that share the cache."""
+    """A step whose memory is measured, requests of several lengths, FP4 caches, and ranks that share the cache."""
     plugin.register()
     kind = SparseAttnIndexer.registered["SparseAttnIndexer"]
     decode = SimpleNamespace(requires_padding=True)

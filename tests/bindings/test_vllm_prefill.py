@@ -79,7 +79,7 @@ class Step:
         )
 
     def check(self, torch: Any, with_prefixes: bool) -> None:
-        """The output is that of attention to all of a prompt; where prefixes are left out, to its new tokens."""
+        """The output equals attention to all of a prompt; without prefixes, to its new tokens."""
         got = array(torch, self.output.view(-1, HEADS, D_V))
         first = 0
         for rows, prefix, count in zip(self.rows, PREFIXES, NEW, strict=True):
@@ -186,7 +186,9 @@ def test_ranks_without_cached_prefixes(torch: Any, backend: Any) -> None:
 def test_layers_that_stay_the_engine_s(
     torch: Any, backend: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the user's word, for batch invariance, and where there is no kernel or vLLM describes prefixes otherwise."""
+    """Layers stay vLLM's by the user's choice, for batch invariance, without a kernel, or with other descriptions of
+    prefixes.
+    """
     assert importlib.import_module("mla_cupy.integrations.vllm_prefill").WIDTHS == GEOMETRIES
     assert layer_of(backend)._prefills
     assert not layer_of(backend, v_head_dim=96)._prefills

@@ -30,7 +30,7 @@ NAMED_BARRIERS = 16
 TMEM_COLUMNS = 512
 MAX_SECONDS_OF_A_VARIANT = 15
 MAX_KERNELS, MAX_HOPPER_BUILDS, MAX_BUILDS_OF_AN_IMPORT = 110, 450, 32
-"""What is raised on purpose only: each of them is code to read, to compile, and to store in an image."""
+"""Limits, to be raised on purpose only: every build is code to read, to compile, and to store in an image."""
 
 
 def built(target: Target) -> Build:
@@ -41,7 +41,7 @@ def built(target: Target) -> Build:
 
 
 def to_build(targets: Iterable[Target]) -> list[Any]:
-    """As parameters of tests."""
+    """Builds as parameters of tests."""
     marks = {True: [], False: [pytest.mark.slow]}
     return [pytest.param(target, id=str(target), marks=marks[target.is_first]) for target in targets]
 
@@ -55,7 +55,7 @@ def target(request: pytest.FixtureRequest) -> Target:
 def test_compiles_and_fits(target: Target) -> None:
     """Spills, stack and serialised WGMMAs are slow without an error of NVRTC's; the rest would not launch.
 
-    A kernel that may spill may do so for so many bytes, which its stack holds too.
+    A kernel that may spill has a limit in bytes, which its stack respects, too.
     """
     made = built(target)
     info, figures = made.info, budgets.figures(made)
@@ -99,7 +99,7 @@ def test_each_sixth_kernel_is_built_once_and_both_lines_take_part() -> None:
 def test_other_versions_write_no_golden_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A set of figures of another NVRTC would replace those of the pinned one."""
+    """A set of figures of another NVRTC would replace the pinned one's."""
     monkeypatch.setattr(budgets, "version", lambda line: "12.8.93" if line == 12 else budgets.pinned(line))
     monkeypatch.setattr(budgets, "make", lambda *given: pytest.fail("the work has begun"))
     assert budgets.main([]) == 1
@@ -129,6 +129,6 @@ def test_an_import_compiles_few_builds(arch: str) -> None:
 
 @pytest.mark.parametrize(("arch", "smem_kb"), [("sm_80", 163), ("sm_89", 99), ("sm_90a", 0), ("sm_120", 99)])
 def test_an_import_compiles_what_a_gpu_gets(arch: str, smem_kb: int) -> None:
-    """Of the kernels with mma.sync those for its shared memory, and on Hopper, which has faster ones, none."""
+    """Import compiles mma.sync kernels for the GPU's shared memory, and none on Hopper, which has faster ones."""
     compiled = {(kernel.name, build.smem_kb) for kernel in mma.KERNELS for build in kernel.core_on(arch)}
     assert compiled == {(kernel.name, smem_kb) for kernel in mma.KERNELS if smem_kb}

@@ -1,4 +1,4 @@
-"""What a GPU runs where no kernel is named is compiled ahead: it is in every image, and in the golden file."""
+"""Kernels that a GPU runs by default are compiled ahead: they are in every image, and in the golden file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNPROVEN = tuple(replace(gpu, name=f"{gpu.name}, untested", admitted=frozenset()
 
 
 def problems() -> Iterator[tuple[Any, Any]]:
-    """Of each kind that has kernels with mma.sync: widths, records and forms of all kinds."""
+    """Problems of all widths, formats and optional inputs, for each family with mma.sync kernels."""
     for s_q, h_q, dtype, aligned, tree in product((1, 3), HEADS, HALF, BOTH, BOTH):
         for d_qk, batch in product(VALUE_WIDTHS, (None, Batch(1, 100), Batch(64, 100_000))):
             problem = DecodeProblem(s_q, h_q, dtype, aligned, d_qk, tree_mask=tree, batch=batch)

@@ -1,4 +1,4 @@
-"""What a cubin says of its kernel is what the kernel's launcher believes."""
+"""Facts in a cubin match the launcher's expectations."""
 
 from __future__ import annotations
 

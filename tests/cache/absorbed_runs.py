@@ -17,7 +17,7 @@ from tests.cache.runs import HOSTILE_64, assert_same_pages
 from tests.projection.inputs import kv_b_proj
 
 MARK = 7
-"""What there is in the gaps between rows."""
+"""Value in the gaps between rows."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def check_absorbed(case: AbsorbedCase, to: Callable[[Any], Any], back: Callable[
 
 
 def _assert_turned(case: AbsorbedCase, got: Array, exact: Any) -> None:
-    """As rounded by the oracle; with angles of a GPU as near as roundings that go the other way."""
+    """Check turned columns: equal to the oracle's rounding; with a GPU's angles within one rounding."""
     wanted = exact.astype(got.dtype).astype(float)
     if case.angles == "theta":
         np.testing.assert_allclose(got.astype(float), wanted, rtol=2.0**-7, atol=2.0**-17)

@@ -1,4 +1,4 @@
-"""What a `PagedKVCache` must hold and count, from its docstrings alone, beside the cache itself.
+"""Required contents and counts of a `PagedKVCache`, from its docstrings alone, compared with the cache itself.
 
 Nothing here reads the cache's bookkeeping: only its methods, its arrays, and the bytes of its pages.
 """
@@ -27,7 +27,7 @@ Content = tuple[bytes, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a cache."""
+    """Sizes of a cache."""
 
     num_pages: int
     page_size: int
@@ -37,11 +37,11 @@ class Sizes:
 
     @property
     def max_tokens(self) -> int:
-        """Of a step: as many as there are places."""
+        """Largest number of tokens of a step: all places."""
         return self.num_pages * self.page_size
 
     def cache(self, device: int | str, library: str | None = None) -> PagedKVCache:
-        """With these sizes."""
+        """Make a cache of these sizes."""
         sizes = {field.name: getattr(self, field.name) for field in fields(self)}
         return PagedKVCache(POOLS, **sizes, max_tokens=self.max_tokens, device=device, library=library)
 
@@ -88,7 +88,7 @@ class Faults:
 
 
 def conversions(like: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """To arrays of the library and the place of another array, and from them to NumPy's."""
+    """Conversions to arrays of another array's library and place, and from them to NumPy's."""
     library = type(like).__module__.partition(".")[0]
     if library == "numpy":
         return np.asarray, np.asarray
@@ -129,7 +129,7 @@ class Tokens:
         self.of, self.host = conversions(cache.seqlens)
 
     def write(self, step: CacheStep, ids: Sequence[int]) -> None:
-        """By `append` and `append_keys`, another number in each layer."""
+        """Write with `append` and `append_keys`, another number in each layer."""
         for layer in range(self._num_layers):
             latent = np.zeros((len(ids), 512), np.float16)
             key = np.full((len(ids), 128), 448, ml_dtypes.bfloat16)  # the largest number: the scale is 1
@@ -163,7 +163,7 @@ def _octals(ids: Sequence[int]) -> Any:
 
 
 class Prefixes:
-    """Which pages can be found, and by what: a page's content is the key and all tokens up to its end.
+    """Pages that can be found, and their contents: the key and all tokens up to the page's end.
 
     Which cached pages are given up is the cache's choice. Those that a sequence has next are known to be gone; of those
     that are only reserved, or that a step took that failed, it is known how many they are: `lost`.
@@ -176,7 +176,7 @@ class Prefixes:
 
     @property
     def exact(self) -> bool:
-        """Whether each page is known to be there."""
+        """True for each page that is known to be cached."""
         return not (self.lost or self.vague)
 
     def commit(self, held: Held, count: int, page_size: int) -> None:
@@ -189,7 +189,7 @@ class Prefixes:
         self.content.pop(page, None)
 
     def hand_out(self, pages: Sequence[int], evictions: int) -> None:
-        """Pages are somebody's from now on, and so many were given up by the call."""
+        """Pages have an owner from now on, and the call evicted this number of pages."""
         gone = sum(self.content.pop(page, None) is not None for page in pages)
         self.lost += evictions - gone
         assert self.lost >= 0 or self.vague
@@ -207,7 +207,7 @@ class Prefixes:
                 self.vague = True
 
     def findable(self, prompt: list[int], key: bytes, page_size: int, unowned: set[int]) -> tuple[int, int]:
-        """How many pages of a prompt are found at least, and at most."""
+        """Least and most pages of a prompt that can be found."""
         at_most = set(self.content.values())
         sure = {content for page, content in self.content.items() if self.exact or page not in unowned}
         candidates = [(key, tuple(prompt[:end])) for end in range(page_size, len(prompt), page_size)]
@@ -255,7 +255,7 @@ class Ledger:
         return -(-tokens // self.page_size)
 
     def owners(self) -> Counter[int]:
-        """How many sequences have each page."""
+        """Number of sequences that share each page."""
         return Counter(page for held in self.held.values() for page in held.pages)
 
     def reserved(self) -> int:
@@ -514,7 +514,7 @@ class Ledger:
             assert stats.pages_cached == cached
 
     def _check_step(self, step: CacheStep, added: dict[int, list[int]]) -> None:
-        """The arrays of a step, and those of all sequences."""
+        """The arrays of a step, and of all sequences."""
         host, slots, positions = self.tokens.host, [], []
         table, seqlens = host(step.block_table), host(step.seqlens)
         assert len(table) == len(seqlens) == len(added)
@@ -538,7 +538,7 @@ class Ledger:
     def _check_new_pages(
         self, added: dict[int, list[int]], pages: dict[int, list[int]], needed: int, before: CacheStats
     ) -> None:
-        """Which pages a step took; they were nobody's."""
+        """Check the pages that a step took: nobody owned them."""
         owned, fresh = self.owners(), []
         kept = set(self.writers(added))
         for sequence in added:

@@ -18,7 +18,7 @@ from tests.cache.inputs import Array, empty_cache, tokens
 from tests.cache.runs import HOSTILE, HOSTILE_64, assert_same_pages
 
 MARK = 7
-"""What there is in given results, and in the gaps between their rows."""
+"""Value in `out` arrays before a call, and in the gaps between their rows."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _rows(rng: np.random.Generator, case: PrepareCase, shape: tuple[int, ...]) -
 
 
 def _apart(x: Array, strides: str) -> Array:
-    """The same rows with gaps of marks between them."""
+    """Equal rows with gaps of marks between them."""
     before, after = (8, 24) if strides == "gaps" else (1, 2)
     whole = np.full((*x.shape[:-1], before + x.shape[-1] + after), MARK, x.dtype)
     whole[..., before : before + x.shape[-1]] = x
@@ -187,7 +187,7 @@ def check_prepare(case: PrepareCase, to: Callable[[Any], Any], back: Callable[[A
 
 
 def assert_rows(case: PrepareCase, got: Array, wanted: Array) -> None:
-    """The same bytes, but for the bits of NaN; with angles of a GPU as near as roundings that go the other way."""
+    """Check for equal bytes, except for the bits of NaN; with a GPU's angles within one rounding."""
     got = np.ascontiguousarray(got)
     assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
     a, b = ((from_e4m3(x) if x.dtype == np.uint8 else x).astype(np.float64) for x in (got, wanted))

@@ -116,7 +116,7 @@ def _special(x: Array) -> Array:
 
 
 def _odd(x: Array) -> Array:
-    """The same rows, an odd number of elements apart, from an odd address on."""
+    """Equal rows, an odd number of elements apart, at an odd address."""
     whole = np.zeros((len(x), x.shape[1] + 3), x.dtype)
     whole[:, 1:-2] = x
     return whole[:, 1:-2]
@@ -181,7 +181,7 @@ def assert_same_pages(got: Array, expected: Array, name: str) -> None:
 
 
 def copy_case(layers: int, num_pages: int, page_bytes: int, gap: int, seed: int = 0) -> tuple[Array, Array]:
-    """A pool, and pairs of which some name no page."""
+    """A pool, and pairs, some without a valid page."""
     rng = np.random.default_rng(seed)
     whole = rng.integers(0, 256, (layers, num_pages, page_bytes + gap)).astype(np.uint8)
     pages = rng.permutation(num_pages)

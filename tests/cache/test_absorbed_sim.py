@@ -46,7 +46,7 @@ def test_on_older_gpus() -> None:
 
 
 def test_bits_are_those_of_two_calls() -> None:
-    """Of `absorb`, and of `mla_prepare` for the RoPE part and the tokens."""
+    """Bits equal `absorb`'s, and `mla_prepare`'s for the RoPE part and the tokens."""
     arrays, options = make(AbsorbedCase(n=9, h=1, d_nope=64))
     apart = {name: x.copy() if name == "cache" else x for name, x in arrays.items() if name != "w_uk"}
     with simulated(2):

@@ -361,7 +361,7 @@ def test_planar_records_of_one_token_per_page(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("record", [V32, V4], ids=lambda record: record.name)
 def test_no_token_at_all_is_fine(record: CacheFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where every slot of a padded step is -1."""
+    """Every slot of a padded step may be -1."""
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     cache = empty_cache(record, 2, 4)
     before = cache.copy()

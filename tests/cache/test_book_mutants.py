@@ -88,7 +88,7 @@ def walks() -> None:
 
 @pytest.mark.parametrize("planted", PLANTED, ids=[name for name, *_ in PLANTED])
 def test_shows(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the ledger, not only to the cache's own checks."""
+    """The ledger detects the bug, not only the cache's own checks."""
     _, owner, name, wrong = planted
     monkeypatch.setattr(owner, name, wrong)
     monkeypatch.setattr(Book, "verify", _verify_less)

@@ -1,4 +1,4 @@
-"""What `PagedKVCache` refuses, and with which words: kinds of values that are easily passed by mistake."""
+"""Errors of `PagedKVCache` for values that are easily passed by mistake."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.support.mistakes import Call
 from tests.support.misuse import Refused, attempt, misused, nonsense, numbers, spoil_array
 
 CALLS = 50
-"""Of a session. Between them are good ones."""
+"""Wrong calls of a session, with good ones in between."""
 QUICK, SLOW = 20, 250
 """Sessions."""
 
@@ -87,7 +87,7 @@ def in_range(x: int, least: int, most: int) -> int:
 class Session:
     """Misuses among good calls.
 
-    Each method's name is that of a method of the cache: it draws arguments, and returns them with what the ledger does
+    Each method is named like a method of the cache: it draws arguments, and returns them with what the ledger does
     if they make sense.
     """
 
@@ -134,7 +134,7 @@ class Session:
         return True
 
     def arrays(self) -> list[Any]:
-        """What a refused call must leave alone."""
+        """Arrays that a refused call must not change."""
         pools = [self.cache.layer(at, pool) for at in range(self.ledger.sizes.num_layers) for pool in POOLS]
         return [self.cache.block_table, self.cache.seqlens, *pools]
 
@@ -165,7 +165,7 @@ class Session:
         return sequence
 
     def sequences(self, given: Any) -> list[int]:
-        if isinstance(given, list):  # the cache knows the latest one again by what it is equal to
+        if isinstance(given, list):  # the cache recognises the latest one by equality
             given = [int(x) if isinstance(x, (float, bool)) and x in self.ledger.held else x for x in given]
         made = [self.sequence(x) for x in wholes(given)]
         if len(set(made)) != len(made):
@@ -248,7 +248,7 @@ class Session:
             )
             held = self.ledger.held[sequence].tokens
             in_range(len(told), 0, len(held))
-            if told != held[: len(told)]:  # a lie that nobody can see through: told the truth instead
+            if told != held[: len(told)]:  # a lie that the cache cannot detect: pass the truth instead
                 given["tokens"] = told = held[: len(told)]
             return lambda: self.ledger.commit(sequence, len(told))
 
@@ -451,7 +451,7 @@ SIZES: Call = {"num_pages": 6, "page_size": 4, "num_layers": 2, "max_seqs": 3, "
 
 @pytest.mark.parametrize("count", numbers(100, 1000))
 def test_making_a_cache(count: int) -> None:
-    """What is made works."""
+    """A cache that can be made works."""
     made = 0
     for seed in range(count):
         rng = np.random.default_rng([seed, 15])

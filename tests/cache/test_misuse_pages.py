@@ -66,7 +66,7 @@ def test_on_the_host(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def assert_right(name: str, call: Call, before: Call, results: Any, seed: int) -> None:
-    """What the oracle makes of clean copies: in the arrays that are changed in place, and in the results."""
+    """Compare with the oracle on clean copies: arrays changed in place, and results."""
     operation, known = POOL_OPERATIONS[name], inspect.signature(getattr(reference, name)).parameters
     given = {x: value for x, value in before.items() if x in known and (value is not None or x in operation.names)}
     given = {x: int(value) if isinstance(value, np.integer) else value for x, value in given.items()}

@@ -20,7 +20,7 @@ def run(check: Callable[..., None], case: Any, mode: tuple[str, int] = ("late", 
 
 
 def run_update(mode: tuple[str, int]) -> None:
-    """With the order of accesses to global memory checked, by which threads pass on columns and pages."""
+    """Run with checks of the order of accesses to global memory, by which threads exchange columns and pages."""
     with simulated(2, mode=mode[0], seed=mode[1]) as target:
         target.race_global = True
         check_update(lambda x: x, np.asarray, (6, 100, 3))

@@ -231,14 +231,14 @@ def test_what_is_full() -> None:
     made.extend(held[:2], 20)
     with pytest.raises(CacheFullError, match="pages: got 1 more, expected at most 0 free and 0 cached"):
         made.extend(held[2:3], 1)
-    with pytest.raises(ArgumentError, match=r"counts\[0\]: got 21 tokens in all, expected at most 20 of a sequence"):
+    with pytest.raises(ArgumentError, match=r"counts\[0\]: got 21 tokens in all, expected at most 20 per sequence"):
         made.extend(held[:1], 1)
     assert made.stats().tokens == 40
 
 
 MISTAKES: tuple[tuple[str, Any], ...] = (
     ("sequences", lambda c, s: c.extend([s, s])),
-    (r"sequences\[0\]: got \d+, expected one that is alive", lambda c, s: (c.free([s]), c.extend([s]))),
+    (r"sequences\[0\]: got \d+, expected a live sequence", lambda c, s: (c.free([s]), c.extend([s]))),
     (r"sequences\[0\]: got -1", lambda c, s: c.free([-1])),
     ("sequences", lambda c, s: c.free([1.5])),
     ("sequences", lambda c, s: c.free(s)),
@@ -322,7 +322,9 @@ def test_attention_over_forks_and_prefixes() -> None:
 
 @pytest.mark.usefixtures("_numpy_backend")
 def test_lengths_may_be_lowered_on_the_device() -> None:
-    """By a model that rejects drafts: its next calls see fewer tokens, and the next step knows what `truncate` says."""
+    """A model that rejects drafts may lower lengths on the device: its calls see fewer tokens, and `truncate` informs
+    the next step.
+    """
     made = PagedKVCache("bf16", num_layers=2, **SIZES)
     latent, rope = tokens(made.formats["kv"], 9)
     sequence, _ = made.allocate()
@@ -453,9 +455,7 @@ def test_what_was_the_longest_sequence_limits_no_other(end: str) -> None:
         made.verify()
     made.extend([other], 0)
     for counts in (1, [1]):
-        with pytest.raises(
-            ArgumentError, match=r"counts\[0\]: got 17 tokens in all, expected at most 16 of a sequence"
-        ):
+        with pytest.raises(ArgumentError, match=r"counts\[0\]: got 17 tokens in all, expected at most 16 per sequence"):
             made.extend([other], counts)
     made.verify()
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_against_the_cache_on_the_host(gpu: object) -> None:
-    """The same calls on both: equal tables, lengths, slots and bytes."""
+    """Equal calls on both give equal tables, lengths, slots and bytes."""
     import cupy
 
     sizes: dict[str, Any] = {"num_pages": 24, "page_size": 16, "max_seqs": 6, "max_pages": 4, "num_layers": 2}
@@ -51,7 +51,7 @@ def test_against_the_cache_on_the_host(gpu: object) -> None:
 @pytest.mark.perf
 @pytest.mark.parametrize(("growing", "limit_us"), [(4, 50), (256, 100)])
 def test_host_time(gpu: object, growing: int, limit_us: float) -> None:
-    """With the upload and the launch enqueued. The limits are for a host where a launch takes 4 us."""
+    """Host time of the upload and the launch. The limits are for a host with launches of 4 us."""
     import cupy
 
     made = mla_cupy.PagedKVCache(

@@ -46,7 +46,7 @@ def test_nothing_to_do_is_no_launch() -> None:
 
 
 def test_codes_are_those_that_decode_makes() -> None:
-    """Of the turned queries in 16 bits: `mla_decode` has the same numbers to multiply either way."""
+    """Codes of the turned 16-bit queries: `mla_decode` multiplies equal numbers either way."""
     inputs = make(PrepareCase(hostile=False))
     with simulated(2):
         turned, _, _ = mla_cupy.mla_prepare(**inputs.arrays)

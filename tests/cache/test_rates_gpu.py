@@ -1,4 +1,6 @@
-"""How fast the cache's kernels are beside a copy of as many bytes, timed alike: graphs of 20, the best of several."""
+"""Speed of the cache's kernels relative to a copy of equally many bytes, timed alike: graphs of 20, the best of
+several.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ CALLS, REPEATS = 20, 15
 
 
 def microseconds(enqueue: Callable[[Any], object]) -> float:
-    """Of one call, by replays of a graph."""
+    """Time of one call, by replays of a graph."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -48,7 +50,7 @@ def copy_microseconds(moved: int) -> float:
     return microseconds(lambda stream: target.data.copy_from_device_async(source.data, moved // 2, stream))
 
 
-# Of a copy's rate, an H200's append has 0.69 and 0.88, its gather 0.70 and 0.92: the least that no noise explains.
+# Share of a copy's rate, H200: append 0.69 and 0.88, gather 0.70 and 0.92. Less than the limits is not noise.
 @pytest.mark.parametrize(("n", "share"), [(8192, 0.65), (65536, 0.85)])
 @pytest.mark.parametrize("kernel", ["append", "gather"])
 def test_share_of_the_copy_rate(kernel: str, n: int, share: float, gpu: object) -> None:

@@ -20,7 +20,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def e4m3_value(code: int) -> float:
-    """By the definition: sign, 4 bits of exponent with bias 7, 3 bits of mantissa; no infinity."""
+    """Value by the definition: sign, 4 bits of exponent with bias 7, 3 bits of mantissa; no infinity."""
     sign, exponent, mantissa = -1 if code & 128 else 1, code >> 3 & 15, code & 7
     if (exponent, mantissa) == (15, 7):
         return math.nan
@@ -124,7 +124,7 @@ def test_scales_of_powers_of_two(dtype: np.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16)], ids=str)
 def test_16_bits_are_enough_for_powers_of_two(dtype: np.dtype) -> None:
-    """What `append.cu` relies on, for all numbers: the exponent by an addition, and products rounded to 16 bits."""
+    """Assumptions of `append.cu`, for all numbers: the exponent by an addition, and products rounded to 16 bits."""
     numbers = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float32)
     numbers = numbers[np.isfinite(numbers)]
     sizes = np.abs(numbers)

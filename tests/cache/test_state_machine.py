@@ -54,7 +54,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(prompt=st.integers(0, 20), tail=st.integers(0, 3), key=st.sampled_from([b"", b"lora"]))
     def allocate(self, prompt: int, tail: int, key: bytes) -> None:
-        """With the tokens of an earlier sequence and new ones; what is not cached is written."""
+        """Allocate with the tokens of an earlier sequence and new ones; uncached tokens are written."""
         whole = [*self.prompts[prompt % len(self.prompts)], *self.pair.new_ids(tail)][: self.pair.max_tokens]
         if len(self.pair.tokens) == self.pair.cache._book.max_seqs:
             with pytest.raises(CacheFullError, match="sequences"):
@@ -70,7 +70,7 @@ class Machine(RuleBasedStateMachine):
             self.pair.extend(added)
 
     def _has_room(self, sequence: int, count: int) -> bool:
-        """By what `reserve` promised, unless the last page is shared."""
+        """True if `reserve` promised room, unless the last page is shared."""
         tail, book = len(self.pair.tokens[sequence]), self.pair.cache._book
         page = book.table[self.pair.cache.row(sequence), max(0, tail - 1) // self.pair.page_size]
         own = tail % self.pair.page_size == 0 or book.refs[page] == 1
@@ -132,7 +132,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.pair.tokens)
     @rule(number=st.integers(0, 9), count=st.integers(0, 12))
     def reserve(self, number: int, count: int) -> None:
-        """What it promises is held against the sequence's later steps, so that others' steps may come between."""
+        """Reserve pages; later steps of the sequence check the promise, with others' steps in between."""
         sequence = self.pick(number)
         count = min(count, self.room(sequence))
         before = self.pair.state()
@@ -157,7 +157,7 @@ TestQuick.settings = QUICK
 
 
 class RealMachine(Machine):
-    """With latent records and index keys, and the calls that write them."""
+    """A machine with latent records and index keys, and the calls that write them."""
 
     pair_type = RealPair
 

@@ -147,7 +147,7 @@ def test_threads_that_write(locked: bool) -> None:
         assert held.tolist() == [100 * number + value for value in range(40)]
 
 
-# ---- The device beside the host ----------------------------------------------------------------------------------
+# ---- Device against host -----------------------------------------------------------------------------------------
 
 
 def test_verify_finds_what_the_device_has_wrong() -> None:

@@ -15,7 +15,7 @@ SHIFTS = (0, 0, 2**32, -(2**32), 2**62, -(2**63) + 2**40)
 
 @dataclass
 class Prompts:
-    """What has been committed, as the beginnings of later prompts; and ids that nobody has had."""
+    """Committed tokens, as the beginnings of later prompts; and unused ids."""
 
     known: list[list[int]] = field(default_factory=lambda: [[]])
     next_id: int = 0
@@ -77,7 +77,7 @@ class Walk:
         return made
 
     def rest(self, prompt: list[int], sequence: int) -> list[int]:
-        """What is not cached of a prompt, and fits."""
+        """The uncached tokens of a prompt that fit."""
         ids = prompt[len(self.ledger.held[sequence].tokens) : self.ledger.longest]
         return ids[: self.ledger.sizes.max_tokens // 2]
 
@@ -145,7 +145,7 @@ def some_sizes(rng: random.Random) -> Sizes:
 
 
 def walk(seed: int, operations: int, check_every: int, device: int | str = "cpu", library: str | None = None) -> Ledger:
-    """On a cache of one thread."""
+    """Walk on a cache of one thread."""
     rng = random.Random(seed)
     sizes = some_sizes(rng)
     if library == "jax":  # index keys in pages of 16 bytes

@@ -166,7 +166,7 @@ def test_a_full_out_is_named(
     out = registry / "images"
     assert cli.main(["compile", "--arch", "sm_90a", "--kernels", "copy", "--out", str(out)]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"mla-cupy: --out {out}: got No space left on device, expected a directory")
+    assert said.startswith(f"mla-cupy: --out {out}: got No space left on device, expected a writable directory")
 
 
 def test_an_unknown_word_shows_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +197,7 @@ def test_sigterm_ends_the_compilers_too(tmp_path: Path) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; what has ended may wait for its new parent, which is not of this test."""
+    """True if the process runs; an ended one may wait for its new parent, which this test is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -216,7 +216,7 @@ def children_of(pid: int) -> list[int]:
 def test_progress_without_a_terminal_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also while one kernel takes long; the name is that of the one that has been at work the longest."""
+    """Also while one kernel takes long; the name is the longest-running kernel's."""
     monkeypatch.setattr(terminal, "FIRST_LINE_SECONDS", 0.02)
     monkeypatch.setattr(terminal, "LINE_SECONDS", 0.02)
     said = ""
@@ -319,7 +319,7 @@ def test_info_without_nvrtc_promises_no_compiler(
 def test_info_shows_text_as_it_is(
     registry: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What looks like markup, an emoji or a control sequence is none."""
+    """Text that looks like markup, an emoji or a control sequence stays plain."""
     monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(()))
     monkeypatch.setenv("MLA_CUPY_CUBIN_DIR", "[/x][bold]:smile:\x1b[31m\udcff")
     assert cli.main(["info"]) == 0
@@ -373,7 +373,7 @@ def test_wrong_usage(command: list[str], capsys: pytest.CaptureFixture[str]) -> 
         cli.main(command)
     assert caught.value.code == 2
     if "-j" in command:
-        assert f"got {command[-1]!r}, expected a whole number from 1 on" in capsys.readouterr().err
+        assert f"got {command[-1]!r}, expected an integer of at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

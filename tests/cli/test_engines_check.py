@@ -15,7 +15,7 @@ INSTALLED: dict[str, str] = {}
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `importlib.metadata` knows of the engines is what is in INSTALLED."""
+    """Make `importlib.metadata` report the engines in INSTALLED."""
 
     def version(name: str) -> str:
         if name not in INSTALLED:

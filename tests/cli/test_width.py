@@ -1,4 +1,4 @@
-"""What the commands print fits a terminal of 80 columns, without a break inside a number or a word."""
+"""The commands' output fits a terminal of 80 columns, without a break inside a number or a word."""
 
 from __future__ import annotations
 

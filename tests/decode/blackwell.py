@@ -1,4 +1,4 @@
-"""What the tests of Blackwell's dense decode from records and in FP8 have in common."""
+"""Shared by the tests of Blackwell's dense decode from records and in FP8."""
 
 from __future__ import annotations
 

@@ -84,12 +84,12 @@ def min_limit(units: Sequence[int], num_splits: int) -> int:
 
 
 def tiles_price(tiles: int, units: Sequence[int]) -> int:
-    """In tiles / PRICE_SCALE: memory serves so many blocks and no more."""
+    """Price in tiles / PRICE_SCALE: memory serves a limited number of blocks."""
     return max(tiles * PRICE_SCALE, sum(units) * PRICE_SCALE // SERVED_BLOCKS)
 
 
 def counts_partials(units: Sequence[int], num_splits: int, piece_cost: int) -> bool:
-    """Where splits are short, and each may hold one piece."""
+    """True if splits are short, and each may hold one piece."""
     return piece_cost > 0 and 2 * len(units) <= num_splits and min_limit(units, num_splits) <= SHORT_SPLIT
 
 
@@ -105,7 +105,7 @@ def cheapest_limit(units: Sequence[int], num_splits: int, piece_cost: int) -> in
 
 
 def pieces(units: Sequence[int], num_splits: int, piece_cost: int = 0) -> list[Point]:
-    """A piece per split, for at most as many requests as splits."""
+    """A piece per split, for at most one request per split."""
     counted = counts_partials(units, num_splits, piece_cost)
     limit = cheapest_limit(units, num_splits, piece_cost) if counted else min_limit(units, num_splits)
     cuts = []
@@ -128,7 +128,7 @@ def makespan(cuts: Sequence[Point], units: Sequence[int], merge_cost: int) -> in
 
 
 def price(cuts: Sequence[Point], units: Sequence[int], merge_cost: int, piece_cost: int) -> int:
-    """The same, where partial results are counted."""
+    """Price with partial results."""
     merge = merge_cost * any(unit > 0 for _, unit in cuts)
     partials = sum(map(len, split_requests(list(cuts)).values()))
     longest = makespan(cuts, units, 0) - ITEM_COST
@@ -157,7 +157,7 @@ def unit_shift(b: int, max_tokens: int) -> int:
 def points(
     seqlens: Sequence[int], max_tokens: int, num_splits: int, merge_cost: int = 8, piece_cost: int = 0
 ) -> list[Point]:
-    """Where the splits begin, and the end."""
+    """Starts of the splits, and the end."""
     shift = unit_shift(len(seqlens), max_tokens)
     units = [-(-tiles_of(seqlen, max_tokens) // (1 << shift)) for seqlen in seqlens]
     piece_cost = 0 if shift else piece_cost
@@ -173,7 +173,7 @@ def points(
 
 
 def work_items(cuts: list[Point], split: int, seqlens: Sequence[int], max_tokens: int) -> list[WorkItem]:
-    """What a split works on. The lengths may be other ones than those that the cuts were made for."""
+    """Work items of a split. The lengths may differ from the lengths at the time of the cuts."""
     num_splits = len(cuts) - 1
     begin, end = cuts[split], cuts[split + 1]
     found = []

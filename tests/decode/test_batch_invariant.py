@@ -23,10 +23,10 @@ Array = npt.NDArray[Any]
 
 HOPPER = on_hopper(SCHEDULED_KERNELS)
 KERNELS = (*HOPPER, "decode_sm100")
-#: With pieces of 128 tokens: two, none, one, three of which the last is short, and one of a single token.
+#: With pieces of 128 tokens: two, none, one, three with a short last one, and one of a single token.
 CASE = DecodeCase(b=5, seqlens=(256, 0, 128, 300, 1), s_q=2, h_q=3, page_size=16)
 SPLIT_TOKENS = 128
-#: The same from FP8 rows, for which there is one kernel.
+#: The same case from FP8 rows, with their only kernel.
 FP8_CASE = replace(CASE, b=3, seqlens=(130, 0, 129), s_q=1, record="fp8", kv_scale=0.03)
 MAX_B = 6
 

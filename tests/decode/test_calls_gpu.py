@@ -62,7 +62,7 @@ def test_results_in_given_views(kernel: str, case: DecodeCase, out_dtype: str) -
     assert_same(host_out[:, 1:, :, 8:520], expected[0])
     assert_same(host_lse[..., 1::3], expected[1])
     host_out[:, 1:, :, 8:520], host_lse[..., 1::3] = 7, 7
-    assert (host_out.astype(np.float32) == 7).all()  # nothing was written beside them
+    assert (host_out.astype(np.float32) == 7).all()  # nothing was written outside them
     assert (host_lse == 7).all()
 
 

@@ -1,4 +1,4 @@
-"""Decode of sequences that share a prefix: which groups are found, and that results are those of plain decode."""
+"""Decode of sequences that share a prefix: the groups, and results equal to plain decode."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def plan_of(
 
 @pytest.mark.parametrize("record", ["", "v32"])
 def test_with_a_plan(record: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For lengths that change from step to step."""
+    """One plan serves lengths that change from step to step."""
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     case = DecodeCase(**{**vars(CASE), "record": record})
     arguments = shared(case)
@@ -323,7 +323,7 @@ def test_sizes_of_numpy(kind: Any) -> None:
 
 
 def test_queries_in_e4m3_with_a_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all stages: with groups, sequences alone, and as `mla_decode` has it."""
+    """The scale applies to all stages: groups, sequences alone, and plain `mla_decode`."""
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     rng, e4m3 = np.random.default_rng(7), ml_dtypes.float8_e4m3fn
     q = rng.standard_normal((3, 1, 4, 576)).astype(e4m3)

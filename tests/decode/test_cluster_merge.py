@@ -114,7 +114,7 @@ def test_results_in_float32_and_another_base() -> None:
 
 
 def _run_with_infinity(case: DecodeCase, sm_count: int, mode: tuple[str, int]) -> None:
-    """With an infinite value that the last row sees."""
+    """Run with an infinite value that the last row sees."""
     inputs = uneven(case)
     request = case.b - 1
     last = int(case.lengths()[request]) - 1  # only the last query sees it
@@ -174,7 +174,7 @@ def _problem(h_q: int = 16, d_qk: int = 576, batch: Batch | None = None) -> Deco
     [
         (16, Batch(1, 1024), True),
         (16, Batch(1, 1), True),
-        (16, Batch(15, 1024), True),  # as many clusters as are resident at once
+        (16, Batch(15, 1024), True),  # all clusters that are resident at once
         (16, Batch(16, 1024), False),
         (16, Batch(1, 1025), False),  # more than two tiles per block
         (16, None, False),  # who knows
@@ -273,7 +273,7 @@ def test_updates_of_a_plan_are_free(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("kernel", CLUSTER_KERNELS)
 def test_not_batch_invariant(recorder: Recorder, kernel: str) -> None:
-    with pytest.raises(ArgumentError, match=r"kernel: got .*expected a kernel that takes a schedule"):
+    with pytest.raises(ArgumentError, match=r"kernel: got .*expected a kernel with a schedule"):
         plan_of(make(WITHIN), device=0, kernel=kernel, batch_invariant=True)
 
 
@@ -285,7 +285,7 @@ def test_not_batch_invariant(recorder: Recorder, kernel: str) -> None:
 @pytest.mark.parametrize("b", [1, 2, 3, 7, 14, 15, 16, 29, 30, 31, 40])
 @pytest.mark.parametrize("kernel", CLUSTER_KERNELS)
 def test_every_number_of_requests(hopper: object, kernel: str, b: int, h_q: int) -> None:
-    """Fewer than clusters, as many, and more."""
+    """Fewer requests than clusters, equally many, and more."""
     inputs = uneven(DecodeCase(b=b, seqlens="ragged-3000", h_q=h_q, seed=b))
     got = on_host(mla_decode(*uploaded(inputs), kernel=kernel))
     check((got[0], got[1]), inputs.exact, inputs.rounded, "bfloat16")
@@ -295,7 +295,7 @@ def test_every_number_of_requests(hopper: object, kernel: str, b: int, h_q: int)
 @pytest.mark.parametrize("d_qk", [576, 512])
 @pytest.mark.parametrize("kernel", CLUSTER_KERNELS)
 def test_who_comes_last_does_not_show(hopper: object, kernel: str, d_qk: int) -> None:
-    """The same bits in every launch, in one workspace, with other lengths in between."""
+    """Every launch gives the same bits, in one workspace, with other lengths in between."""
     inputs = uneven(DecodeCase(b=3, seqlens=(9000, 0, 700), s_q=2, h_q=16, d_qk=d_qk))
     arguments = uploaded(inputs)
     other = upload(np.array([70, 8000, 9000], np.int32).clip(max=inputs.case.lengths()))

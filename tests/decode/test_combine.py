@@ -30,7 +30,7 @@ H_Q, S_Q = 2, 1
 
 
 def cuts_of(pieces: list[int], num_splits: int) -> list[Point]:
-    """A schedule in which request i has so many pieces of one tile; the splits after them are empty."""
+    """A schedule with pieces[i] pieces of one tile for request i; the splits after them are empty."""
     cuts = [(request, tile) for request, count in enumerate(pieces) for tile in range(count)]
     return [*cuts, *[(len(pieces), 0)] * (num_splits + 1 - len(cuts))]
 
@@ -49,7 +49,7 @@ def merged(
     blocks: int,
     mode: tuple[str, int] = ("early", 0),
 ) -> tuple[Any, Any]:
-    """What the kernel makes of partial results (2 num_splits, rows) and (2 num_splits, rows, 512)."""
+    """The kernel's result for partial results (2 num_splits, rows) and (2 num_splits, rows, 512)."""
     num_splits, rows = len(cuts) - 1, H_Q * S_Q
     problem = DecodeProblem(S_Q, H_Q, "bfloat16")
     kernel = next(kernel for kernel in reversed(DECODE.kernels) if kernel.params is DecodeParams)
@@ -108,7 +108,7 @@ def check_merge(
 
 
 def check_cuts(cuts: list[Point], b: int, dtype: str, blocks: int, mode: tuple[str, int]) -> None:
-    """The same of any schedule whose first request is cut."""
+    """Check any schedule with a cut first request."""
     num_splits = len(cuts) - 1
     rng = np.random.default_rng(num_splits)
     lse = rng.normal(0, 4, (2 * num_splits, H_Q))
@@ -184,12 +184,12 @@ def test_equal_pieces_have_the_bits_of_the_list(pieces: int, empty: int) -> None
 NEARLY_EVEN = [(0, 0), (0, 1), (1, 1), (1, 2), (2, 0)]
 
 
-#: As many splits as there may be hold two pieces of each of 128 requests, the last one two whole requests as well.
+#: The most splits hold two pieces of each of 128 requests, the last one two whole requests as well.
 CUT_AND_WHOLE = [*[(request, tile) for request in range(128) for tile in range(2)], (130, 0)]
 
 
 def test_a_schedule_that_is_nearly_even_is_listed() -> None:
-    """As many splits as two equal requests would have."""
+    """A nearly even schedule has the same number of splits as two equal requests."""
     check_merge([5, 3], 8, "float32")
     check_merge([3, 5], 8, "float32")
     check_cuts(NEARLY_EVEN, 2, "float32", 1, ("early", 0))
@@ -231,7 +231,7 @@ def test_a_merge_does_not_depend_on_other_requests() -> None:
 
 
 def units(pieces: int) -> int:
-    """Of a row: a thread reads at most 8 pieces."""
+    """Units of a row: a thread reads at most 8 pieces."""
     return 1 << max(0, math.ceil(math.log2(pieces / 8)))
 
 

@@ -122,7 +122,7 @@ def test_few_rows_have_a_kernel_of_their_own(s_q: int, h_q: int, kernel: str, bl
 
 @pytest.mark.parametrize(("h_q", "block_rows"), [(1, 16), (16, 16), (17, 32), (32, 32)])
 def test_few_rows_of_narrow_keys(h_q: int, block_rows: int) -> None:
-    """In fewer widths than those of the usual keys."""
+    """Narrow keys have builds of fewer widths than the usual keys."""
     config = DECODE.configure(dataclasses.replace(problem(h_q=h_q), d_qk=512), gpu())
     build = config.variant
     assert (config.kernel.name, str(build)) == (SMALL, f"bfloat16-{block_rows}-512")
@@ -227,7 +227,7 @@ def test_kv_map_boxes_tile_a_page(page_size: int) -> None:
 @pytest.mark.parametrize("page_size", [8, 16, 24, 32, 64, 192])
 @pytest.mark.parametrize("d_qk", [576, 512])
 def test_boxes_of_half_the_values_tile_a_page(page_size: int, d_qk: int) -> None:
-    """Of 8 tokens, so many as tile both a page and 64 tokens; an element of a box is where the array has it."""
+    """Boxes of 8 tokens tile both a page and 64 tokens; each element of a box is at its place in the array."""
     strides = (page_size * 1200 + 8, 1200, 1)
     half, rope = box_maps(View(1 << 20, (10, page_size, d_qk), strides, "bfloat16", HOST))
     groups = max(n for n in (1, 2, 4, 8) if page_size % (8 * n) == 0)
@@ -254,6 +254,6 @@ def test_promotion_of_fetches_is_the_kernels() -> None:
 
 
 def test_kv_map_replaces_strides_that_mean_nothing() -> None:
-    """A driver refuses zero and odd strides, also those of axes of one element."""
+    """A driver refuses zero and odd strides, also for axes of one element."""
     cache = View(1 << 20, (1, 1, 576), (0, 3, 1), "float16", HOST)
     assert kv_map(cache).strides_bytes == (1152, 1152, 1152)

@@ -1,4 +1,4 @@
-"""Which launches may start before their predecessor has ended."""
+"""Launches that may start before their predecessor has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of small weights in decode, as docs/conventions.md says."""
+"""Small weights in decode, as documented in docs/conventions.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mla_cupy.simulation import simulated
     ],
 )
 def test_small_weights(dtype: str, record: bool, score: int, kept: bool) -> None:
-    """Of two tokens one has a score that much larger, and zeros for a value; the other's value is 448."""
+    """One of two tokens has a score that much larger, and a value of zeros; the other's value is 448."""
     q, rows = np.zeros((1, 1, 16, 576), np.float32), np.zeros((1, 64, 576), np.float32)
     q[..., 512], rows[0, 0, 512], rows[0, 1, :512] = 1, score, 448
     cache = rows.astype(ml_dtypes.float8_e4m3fn).view(np.uint8) if record else rows.astype(dtypes.numpy_dtype(dtype))

@@ -136,7 +136,7 @@ def form_inputs(case: FormCase) -> FormInputs:
 
 
 def turning(shape: tuple[int, ...], seed: int) -> dict[str, Array]:
-    """Tables with gaps, whose sums of squares are not all 1, and positions of which some are outside of them."""
+    """Tables with gaps, with sums of squares that are not all 1, and positions, some outside the tables."""
     rng = np.random.default_rng([seed, 7])
     tables = rng.standard_normal((2, 9, 40)).astype(np.float32)
     tables[..., 32:] = np.nan
@@ -221,7 +221,7 @@ def test_a_window_hides_what_is_older() -> None:
 
 
 def test_a_sink_is_a_key_without_a_value() -> None:
-    """Its weight is that of a key with the sink's score, beside those that are summed for `lse`."""
+    """Its weight is like a key's with the sink's score, in addition to the weights that are summed for `lse`."""
     inputs = make(DecodeCase(b=2, s_q=2, h_q=3, seqlens=(20, 0), strides="dense"))
     sinks = (0.5, -np.inf, np.inf)
     out, lse = reference.mla_decode(*inputs.arguments, attn_sink=np.array(sinks, np.float32))
@@ -235,7 +235,7 @@ def test_a_sink_is_a_key_without_a_value() -> None:
 
 
 def test_results_are_turned_back() -> None:
-    """What RoPE turned at a position is as it was, and the columns before stay."""
+    """Turning back restores the columns that RoPE turned, and leaves the others."""
     rng = np.random.default_rng(3)
     angles = rng.random((9, 32)) * 7
     cos, sin, positions = np.cos(angles), np.sin(angles), np.array([[4, 2], [0, 8]])
@@ -256,14 +256,14 @@ V4 = replace(SINGLE, record="v4", d_qk=512)
 NOPE = replace(SINGLE, record="v32-nope", d_qk=512)
 FP8 = replace(SINGLE, record="fp8", kv_scale=0.5)
 RECORDS = (
-    # Blocks of 16 and 32 rows: those of one query, of several, of fewer than there is room for.
+    # Blocks of 16 and 32 rows: of one query, of several, and partly empty.
     (FormCase(replace(SINGLE, record="v32", dtype="float16"), pair=True), FEW_RECORDS),
     (FormCase(replace(FP8, b=4, seqlens=(70, 130, 9, 200), strides="odd"), queries=(1, 3, 0, 2), around=(1, 2)),
      FEW_RECORDS),
     (FormCase(replace(FP8, h_q=8, seqlens=(130, 2, 66)), queries=(5, 4, 1), pair=True, sink=True), FEW_RECORDS),
     (FormCase(replace(V4, seqlens=(200, 5, 129), s_q=3, h_q=7), window=66, turned=True), FEW_RECORDS),
     (FormCase(replace(V4, s_q=2, cp_world=3, cp_rank=1, dtype="float16"), turned=True), FEW_RECORDS),
-    # Blocks of 64 rows: of one query each, of which there are several in groups or side by side.
+    # Blocks of 64 rows of one query each, several in groups or side by side.
     (FormCase(replace(SINGLE, record="v32", h_q=64, s_q=2), pair=True), MANY_RECORDS),
     (FormCase(replace(FP8, h_q=48, seqlens=(300, 66, 1), page_size=48), queries=(2, 3, 1), around=(1, 1), window=150,
               pair=True, sink=True), MANY_RECORDS),
@@ -496,7 +496,7 @@ def test_sinks_on_a_gpu(hopper: object, base: DecodeCase, kernel: str) -> None:
 
 @pytest.mark.gpu
 def test_a_plan_in_a_graph(hopper: object) -> None:
-    """Lengths and numbers of queries are those of the replay."""
+    """Lengths and numbers of queries are the replay's."""
     import cupy
 
     base = replace(SINGLE, seqlens=(70, 900, 9))
@@ -535,7 +535,7 @@ def _uploaded(inputs: FormInputs) -> dict[str, Any]:
 
 
 def run_case(kernel: str, case: FormCase, mode: tuple[str, int], sm_count: int = 1) -> None:
-    """Where a window varies, infinity is at its begin, which some rows see."""
+    """The window begins at an infinity, which some rows see."""
     inputs = form_inputs(case)
     if case.window and case.queries and not case.base.record:
         table, cache, page_size = inputs.arrays["block_table"], inputs.arrays["kv_cache"], case.base.page_size

@@ -149,7 +149,7 @@ def test_the_oracle_attends_with_rounded_queries(case: DecodeCase) -> None:
 
 @pytest.mark.parametrize("case", CODED, ids=lambda case: case.id)
 def test_the_oracle_attends_with_queries_in_e4m3(case: DecodeCase) -> None:
-    """As with their numbers times their scale."""
+    """e4m3 queries give the same as their numbers times their scale."""
     inputs = make(case)
     numbers = E4M3[inputs.q.view(np.uint8)] * case.q_scale
     options = {**case.options, "math": "exact", "q_scale": 1.0}
@@ -320,7 +320,7 @@ def test_a_launch(recorder: Recorder) -> None:
     ids=str,
 )
 def test_partial_results_that_are_bfloat16(options: dict[str, Any], bf16: bool, recorder: Recorder) -> None:
-    """Those of results in bfloat16, in one term, that `attention_combine` merges."""
+    """Partial results of bfloat16 results, in one term, merged by `attention_combine`."""
     inputs = make(fp8(b=2, seqlens=(3000, 70), h_q=40, dtype=options.get("dtype", "bfloat16")))
     options = {name: x for name, x in options.items() if name != "dtype"}
     if options.pop("batch_invariant", False):
@@ -386,7 +386,7 @@ def test_queries_in_e4m3(case: DecodeCase) -> None:
 
 @pytest.mark.parametrize("h_q", [3, 40])
 def test_queries_that_start_at_an_odd_byte(h_q: int) -> None:
-    """With warps that have no row at all, and copy zeros."""
+    """Warps without a row copy zeros."""
     inputs = make(fp8(b=2, seqlens=(70, 1), h_q=h_q, queries="float8_e4m3fn", q_scale=0.02))
     anywhere = np.zeros(inputs.q.nbytes + 1, np.uint8)[1:].view(inputs.q.dtype).reshape(inputs.q.shape)
     anywhere[:] = inputs.q
@@ -460,7 +460,7 @@ def test_every_code_of_a_query() -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_numbers_of_e4m3_give_the_same_bits_in_16_bits(dtype: str) -> None:
-    """Where a row's largest number is 448, its scale is 1."""
+    """A row with a largest number of 448 has a scale of 1."""
     inputs = make(fp8(b=2, seqlens=(130, 65), h_q=5, queries="float8_e4m3fn"))
     inputs.q[..., 9] = -448
     got = run(inputs, 1, ("late", 1), out_dtype="float32")
@@ -479,7 +479,7 @@ def test_results_in_float32() -> None:
 
 @pytest.mark.slow
 def test_partial_results_in_bfloat16_cost_less_than_results() -> None:
-    """Of many pieces: their rounding adds less than the result's own does."""
+    """Rounding many pieces adds less than the result's own rounding."""
     inputs = make(fp8(b=1, seqlens=800, h_q=40))
     wide, wide_lse = run(inputs, 8, ("early", 0), out_dtype="float32")
     out, lse = run(inputs, 8, ("early", 0))
@@ -517,7 +517,7 @@ def test_what_only_later_queries_see_does_not_reach_earlier_ones() -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("rising", [True, False])
 def test_scores_of_all_sizes(rising: bool) -> None:
-    """Each tile's scores lie 90 above, or below, those of the tile before: beyond where references stay."""
+    """Each tile's scores are 90 above, or below, the previous tile's: beyond where references stay."""
     inputs = make(fp8(b=1, seqlens=250, h_q=4, kv_scale=1.0))
     inputs.q[..., 575] = 448.0
     tiles = np.arange(250) // 64 * (1 if rising else -1)
@@ -569,7 +569,7 @@ def test_a_plan_gives_the_same_bits_in_any_batch(queries: str) -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("queries", ["", "float8_e4m3fn", "uint8"])
 def test_a_shared_prefix(queries: str) -> None:
-    """With two query tokens, whose sequences do not step evenly: queries of the group are copied."""
+    """Two query tokens in sequences that do not step evenly: queries of the group are copied."""
     inputs = make(fp8(b=2, s_q=2, seqlens=(100, 90), h_q=4, page_size=32, kv_scale=1.0, queries=queries))
     inputs.block_table[1, 0] = inputs.block_table[0, 0]
     groups = (mla_cupy.PrefixGroup(0, 2, 1),)

@@ -1,4 +1,4 @@
-"""Dense decode in FP8 with scales that lie on the device: one for each row of queries, and that of the cache."""
+"""Dense decode in FP8 with scales on the device: one per row of queries, and the cache's."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_one_scale_for_all_rows() -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", [fp8(b=2, seqlens=(129, 1), h_q=3, queries=each) for each in ("", "uint8")], ids=str)
 def test_the_caches_scale(case: DecodeCase) -> None:
-    """In 16-bit queries and in codes; of a request that is split, too."""
+    """The scale for 16-bit queries and for codes, also with a split request."""
     inputs = make(case)
     expected = run(inputs, 3, MODES[0], kv_scale=0.25)
     same_bits(run(inputs, 3, MODES[0], kv_scale=1.0, kv_scales=np.array([0.25], np.float32)), expected)

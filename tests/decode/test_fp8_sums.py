@@ -1,4 +1,4 @@
-"""Dense decode in FP8: sums of values are not shortened, beside those of weights; bugs planted in the kernel."""
+"""Dense decode in FP8: sums of values are not shortened, nor sums of weights; bugs planted in the kernel."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def check_bias(inputs: DecodeInputs, spread: float, sm_count: int = 1) -> None:
 
 
 REGAIN = 1.00015
-"""What sums of the weights of more than 32 tokens are multiplied by."""
+"""Factor of the sums of weights of more than 32 tokens."""
 
 MEANS = {"0": (0.0, 1.0), "1": (1.0, 0.5), "100": (100.0, 1.0), "-1": (-1.0, 0.25)}
 
@@ -106,7 +106,7 @@ def test_equal_tokens_are_exact(tokens: int) -> None:
 
 
 def test_a_token_that_the_first_query_sees_alone_is_exact() -> None:
-    """In a tile of 40, which its last query sees in whole."""
+    """A tile of 40 tokens, which its last query sees whole."""
     inputs = make(fp8(b=1, s_q=40, h_q=1, seqlens=40, kv_scale=1.0))
     out, _ = run(inputs, 1, ("early", 0), out_dtype="float32")
     first = E4M3[inputs.kv_cache[inputs.block_table[0, 0], 0, 0, :512].view(np.uint8)] / REGAIN
@@ -132,7 +132,7 @@ def test_sums_over_8192_tokens() -> None:
 
 
 def test_the_common_part_of_weights_cancels() -> None:
-    """In each tile one token's weight is 256 and those of the others 242, of which rounding makes 240.
+    """In each tile one weight is 256 and the others 242, which round to 240.
 
     Its sum is a number that needs no rounding; tiles are full.
     """
@@ -148,7 +148,7 @@ def test_the_common_part_of_weights_cancels() -> None:
 
 
 def test_scores_of_a_common_mean() -> None:
-    """Queries and keys of mean 1 and scores of 40, of which sums over all columns would lose 0.5 %."""
+    """Queries and keys of mean 1 and scores of 40; sums over all columns would lose 0.5 %."""
     inputs = make(fp8(b=1, seqlens=100, h_q=4, kv_scale=1.0))
     rng = np.random.default_rng(5)
     inputs.q[...] = (1 + rng.standard_normal(inputs.q.shape) / 4).astype(inputs.q.dtype)
@@ -167,7 +167,7 @@ def test_scores_of_a_common_mean() -> None:
 
 
 def run_case(mode: tuple[str, int], case: DecodeCase) -> None:
-    """With several queries, the last one alone sees a NaN."""
+    """The last of several queries alone sees a NaN."""
     inputs = make(case)
     if case.s_q > 1:
         last = int(inputs.seqlens[1]) - 1

@@ -63,7 +63,7 @@ def _nearest(x: float) -> int:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_queries_are_rounded_by_the_rule(dtype: str) -> None:
-    """The first term is that of one term; the second one is what it leaves, in the same units."""
+    """The first term equals a single one; the second one is the remainder, in the same units."""
     rows = hostile_rows(dtype)
     codes, remainders, scales = quantise_query_terms(rows)
     for mine, expected in zip((codes, scales), quantise_queries(rows), strict=True):
@@ -105,7 +105,7 @@ def test_weights_are_rounded_by_the_rule() -> None:
 
 @pytest.mark.parametrize("case", [CASES[0], CODED[1]], ids=lambda case: case.id)
 def test_the_oracle_attends_with_these_queries(case: DecodeCase) -> None:
-    """Those in e4m3 are left as they are."""
+    """e4m3 queries are left unchanged."""
     inputs = make(case)
     options = {**case.options, "math": "fp8" if case.queries else "exact"}
     queries = inputs.q if case.queries else dequantised(inputs.q, terms=2)
@@ -114,7 +114,7 @@ def test_the_oracle_attends_with_these_queries(case: DecodeCase) -> None:
         np.testing.assert_array_equal(mine, other)
 
 
-# ---- Refusals beside those of math="fp8" -------------------------------------------------------------------------
+# ---- Further refusals than with math="fp8" -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_hostile_queries() -> None:
 
 
 def test_numbers_of_e4m3_give_the_same_bits_in_16_bits() -> None:
-    """Where a row's largest number is 448, its scale is 1, and second terms of queries are zeros."""
+    """A row with a largest number of 448 has a scale of 1, and second terms of zero."""
     inputs = make(terms(b=1, seqlens=70, queries="float8_e4m3fn"))
     inputs.q[..., 9] = -448
     got = run(inputs, 1, ("late", 1), out_dtype="float32")
@@ -234,11 +234,11 @@ def test_a_plan_gives_the_same_bits_in_any_batch() -> None:
 
 
 LESS = 0.99955
-"""What sums of the weights of more than 32 tokens are multiplied by."""
+"""Factor of the sums of weights of more than 32 tokens."""
 
 
 def test_sums_of_weights_are_those_before_rounding() -> None:
-    """Of 256 and 242.19, of which the terms make 242.25."""
+    """Weights of 256 and 242.19, which become 242.25 in two terms."""
     inputs = with_values(64, 1.0, 0.0, heads=17)
     inputs.q[..., :575] = 0
     inputs.q[..., 575] = 1
@@ -253,7 +253,7 @@ def test_sums_of_weights_are_those_before_rounding() -> None:
 
 
 def check_errors(inputs: DecodeInputs, scale: float, got: Array, *, bias: float, rms: float) -> None:
-    """Beside the result without any rounding, but that of the cache."""
+    """Compare with the result without any rounding except the cache's."""
     exact, _ = reference.mla_decode(*inputs.arguments, math="exact", scale=scale)
     found = errors(got, exact)
     assert (abs(found[0]) <= bias, found[1] <= rms) == (True, True), found
@@ -261,7 +261,7 @@ def check_errors(inputs: DecodeInputs, scale: float, got: Array, *, bias: float,
 
 @pytest.mark.parametrize(("mean", "sm_count"), [("0", 4), ("1", 1)])
 def test_errors_are_those_of_eight_bits(mean: str, sm_count: int) -> None:
-    """Of values of mean 0 one term has an rms error of 2 %; sums of ones would make a piece for each tile too large."""
+    """For values of mean 0 one term has an rms error of 2 %; sums of ones would make a piece per tile too large."""
     inputs = with_values(256, *MEANS[mean], heads=33)
     out, _ = run(inputs, sm_count, ("early", 0), out_dtype="float32", scale=1 / 8, math="fp8x2")
     check_errors(inputs, 1 / 8, out, bias=7e-4, rms=2.5e-3)

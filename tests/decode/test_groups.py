@@ -60,7 +60,7 @@ def listed(
 def assert_all_listed(
     groups: list[Group], counts: list[int], tokens: list[int], of_group: int, around: tuple[int, int] = (0, 0)
 ) -> None:
-    """Each query in one group, of its sequence; those of no sequence see no token."""
+    """Each query is in one group of its sequence; queries outside all sequences see no token."""
     first, expected = around[0], []
     for begin, end in ((0, around[0]), (first + sum(counts), first + sum(counts) + around[1])):
         expected += [
@@ -76,8 +76,9 @@ def assert_all_listed(
 
 
 def lags(groups: list[Group], cuts: list[tuple[int, int]]) -> list[int]:
-    """How many tiles lie between the times at which two groups of a sequence reach the same tile, of each pair: in a
-    split all that comes before takes its tiles' time. Pairs that no two splits hold in whole are left out."""
+    """Tiles between the times at which two groups of a sequence reach the same tile, for each pair: everything earlier
+    in a split takes its tiles' time. Pairs that no two splits hold whole are left out.
+    """
     lengths = [group.tokens for group in groups]
     begins: dict[int, tuple[int, int]] = {}
     for split in range(len(cuts) - 1):
@@ -102,7 +103,7 @@ def whole(item: WorkItem, tokens: int) -> bool:
     ("b", "pattern", "of_group", "num_splits"),
     [
         (128, (2,), 1, 66),  # two queries of 128 heads
-        (128, (3, 1), 1, 66),  # as many in all: a row of 64 groups is no whole number of splits
+        (128, (3, 1), 1, 66),  # an equal total: a row of 64 groups is not a whole number of splits
         (128, (4,), 1, 66),
         (100, (2, 1, 2), 1, 66),
         (128, (7, 1), 4, 132),  # of 16 heads

@@ -1,4 +1,4 @@
-"""What a call asks of the driver, argument by argument: the GPU's path, on a fake one."""
+"""The driver calls of decode, argument by argument: the GPU's path, on a fake one."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_repeated_calls_with_other_strides(recorder: Recorder) -> None:
 
 
 def unaligned(x: Any) -> Any:
-    """The same shape and strides, one element past a multiple of 16 bytes."""
+    """Equal shape and strides, one element past a multiple of 16 bytes."""
     whole = np.zeros(address_span(x) + 16, x.dtype)
     return np.lib.stride_tricks.as_strided(whole[1:], x.shape, x.strides)
 

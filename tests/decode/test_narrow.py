@@ -144,7 +144,7 @@ def test_which_kernel_runs(cc: tuple[int, int], changes: dict[str, Any], kernel:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", [GENERIC, None])
 def test_a_tree(kernel: str | None) -> None:
-    """By the plain kernel; and by what a Hopper takes, whose kernel of this width knows no trees."""
+    """Trees run on the fallback; and on a Hopper's mma.sync kernel, since its own kernel of this width has no trees."""
     case = DecodeCase(b=2, seqlens=(70, 3), s_q=3, h_q=2, d_qk=320)
     inputs, tree = make(case), np.array([[1, 3, 5], [1, 3, 7]], np.uint64)
     with simulated(2) as target:

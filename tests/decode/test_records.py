@@ -423,7 +423,7 @@ def test_a_plan_serves_records() -> None:
 
 
 def run_case(kernel: str, case: DecodeCase, mode: tuple[str, int]) -> None:
-    """Of two queries only the last one sees the first request's last token, which has a NaN."""
+    """Only the last of two queries sees the first request's last token, which has a NaN."""
     inputs = make(case)
     last = case.lengths()[0] - 1
     if case.s_q > 1:

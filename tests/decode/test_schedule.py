@@ -41,7 +41,7 @@ MAX_TOKENS = 1 << 20
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 EXAMPLES = settings(max_examples=300, deadline=None, derandomize=True)
-"""The same ones in every run: a change must not fail by chance. With derandomize=False others are drawn each time."""
+"""Examples, equal in every run: a change must not fail by chance. derandomize=False draws others each time."""
 
 lengths = st.lists(
     st.one_of(
@@ -86,7 +86,7 @@ def assert_covered(cuts: list[Point], seqlens: Sequence[int], most: int) -> list
 @example([INT_MIN, INT_MAX, 64], 132, 8)
 @example([0, 0, 8192, 0, 8192], 66, 8)
 def test_model_covers_every_tile_once(seqlens: list[int], num_splits: int, merge_cost: int) -> None:
-    """Of the algorithm. Only requests without a tile have an item without one."""
+    """The algorithm covers every tile once. Only requests without a tile have an item without one."""
     for item in chain(*assert_covered(points(seqlens, MAX_TOKENS, num_splits, merge_cost), seqlens, MAX_TOKENS)):
         assert item.begin < item.end or tiles_of(seqlens[item.request], MAX_TOKENS) == 0
 
@@ -99,8 +99,9 @@ def test_model_covers_every_tile_once(seqlens: list[int], num_splits: int, merge
 def test_model_that_counts_partials_covers_every_tile_once(
     seqlens: list[int], num_splits: int, merge_cost: int, piece_cost: int
 ) -> None:
-    """Of the algorithm: no empty piece, and no higher price than when they are not counted, but for requests without a
-    tile: the length of pieces is chosen without them, and one may share a split with a longest piece."""
+    """The algorithm makes no empty piece, and no higher price than without pricing, except for requests without a tile:
+    the length of pieces is chosen without them, and one may share a split with a longest piece.
+    """
     units = [tiles_of(seqlen, MAX_TOKENS) for seqlen in seqlens]
     cuts = points(seqlens, MAX_TOKENS, num_splits, merge_cost, piece_cost)
     for item in chain(*assert_covered(cuts, seqlens, MAX_TOKENS)):
@@ -116,7 +117,7 @@ def test_model_that_counts_partials_covers_every_tile_once(
 @EXAMPLES
 @given(lengths, splits)
 def test_every_way_covers_every_tile_once(seqlens: list[int], num_splits: int) -> None:
-    """Of the algorithm, also where another way is the better one."""
+    """Every way to cut covers every tile once, also where another way is better."""
     for cuts in candidates([tiles_of(seqlen, MAX_TOKENS) for seqlen in seqlens], num_splits):
         for item in chain(*assert_covered(cuts, seqlens, MAX_TOKENS)):
             assert item.begin < item.end or tiles_of(seqlens[item.request], MAX_TOKENS) == 0
@@ -125,7 +126,7 @@ def test_every_way_covers_every_tile_once(seqlens: list[int], num_splits: int) -
 @EXAMPLES
 @given(lengths, splits, merge_costs)
 def test_model_is_balanced(seqlens: list[int], num_splits: int, merge_cost: int) -> None:
-    """Of the algorithm: at most three items and the merge above an even share of the cost, which no schedule beats."""
+    """The algorithm's load exceeds an even share, which no schedule beats, by at most three items and the merge."""
     units = [tiles_of(seqlen, MAX_TOKENS) for seqlen in seqlens]
     total = sum(units) + ITEM_COST * len(units)
     assume(total >= num_splits)
@@ -136,7 +137,7 @@ def test_model_is_balanced(seqlens: list[int], num_splits: int, merge_cost: int)
 @EXAMPLES
 @given(st.lists(st.integers(1, 40000), min_size=1, max_size=40), st.integers(2, 6))
 def test_few_requests_get_the_shortest_pieces(seqlens: list[int], splits_per_request: int) -> None:
-    """Of the algorithm: with a piece per split, no shorter longest piece is possible."""
+    """With a piece per split, no shorter longest piece is possible."""
     num_splits = min(MAX_SPLITS, len(seqlens) * splits_per_request)
     units = [tiles_of(seqlen, MAX_TOKENS) for seqlen in seqlens]
     limit = min_limit(units, num_splits)
@@ -148,7 +149,7 @@ def test_few_requests_get_the_shortest_pieces(seqlens: list[int], splits_per_req
 @EXAMPLES
 @given(lengths, splits, st.data())
 def test_model_covers_other_lengths_than_planned(seqlens: list[int], num_splits: int, data: st.DataObject) -> None:
-    """Of the algorithm: a stale schedule is slow, not wrong."""
+    """A stale schedule is slow, not wrong."""
     changed = data.draw(st.lists(st.integers(0, 40000), min_size=len(seqlens), max_size=len(seqlens)))
     assert_covered(
         points(seqlens, MAX_TOKENS, num_splits), changed, MAX_TOKENS
@@ -166,7 +167,7 @@ def test_model_covers_other_lengths_than_planned(seqlens: list[int], num_splits:
         (16, 8192, 66, 8, 32, 16),
         (4, 8192, 66, 8, 8, 4),
         (1, 8192, 66, 8, 2, 1),
-        (1, 1024, 132, 2, 1, 1),  # as many pieces as tiles
+        (1, 1024, 132, 2, 1, 1),  # one piece per tile
         (1, 131072, 66, 8, 32, 1),
     ],
 )
@@ -187,7 +188,7 @@ def test_many_selections_are_cut_evenly(num_splits: int, longest: int, cut_queri
     assert -(-4096 // num_splits) * (32 + ITEM_COST) > longest + heuristics.merge_cost(64)
 
 
-# Sequences, tokens of each, splits, query rows of all heads, those of a block; pieces with what a partial costs.
+# Sequences, tokens of each, splits, query rows of all heads, rows of a block; pieces, with the cost of a partial.
 FEWER_PIECES = [
     (1, 4096, 132, 16, 16, 64),  # a tile each
     (1, 8192, 132, 16, 16, 64),  # 128 without

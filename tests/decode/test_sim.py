@@ -102,7 +102,7 @@ def test_results_in_float32(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", HOPPER)
 @pytest.mark.parametrize("tokens", [130, 193])
 def test_what_only_later_queries_see_does_not_reach_earlier_ones(kernel: str, tokens: int) -> None:
-    """With 193 tokens the token in question lies in a tile that another one follows."""
+    """With 193 tokens the token in question is in a tile that another one follows."""
     inputs = make(DecodeCase(b=1, seqlens=tokens, s_q=3, h_q=4))
     hidden = tokens - 2  # from the first query only
     inputs.kv_cache[inputs.block_table[0, hidden // 64], hidden % 64, 0, [3, 300]] = np.nan, np.inf

@@ -111,7 +111,7 @@ def random_case(seed: int) -> DecodeCase:
     "seed", [pytest.param(i, marks=() if i < QUICK_SEEDS else pytest.mark.slow) for i in range(ALL_SEEDS)]
 )
 def test_random_cases(seed: int) -> None:
-    """In an ordinary run a few of them; which modes and GPUs there are, a seed decides, too."""
+    """An ordinary run has a few of them; a seed also decides modes and GPUs."""
     mode = ("random", seed) if seed % 3 else (("early", "late")[seed // 3 % 2], 0)
     check_case(make(random_case(seed)), 2 * (1 + seed % 6), mode)
 
@@ -126,7 +126,7 @@ def test_maxima_that_grow() -> None:
 
 @pytest.mark.parametrize(("tokens", "s_q"), [(130, 3), (193, 2)])
 def test_what_only_later_queries_see_does_not_reach_earlier_ones(tokens: int, s_q: int) -> None:
-    """With two queries of 64 heads a block has the rows that see the token, the other one those that do not.
+    """With two queries of 64 heads one block has the rows that see the token, the other the rows that do not.
 
     NaN and infinity are in columns of both blocks' values; with 193 tokens the token's tile is not the last one.
     """

@@ -103,7 +103,7 @@ def random_case(seed: int) -> DecodeCase:
     "seed", [pytest.param(i, marks=() if i < QUICK_SEEDS else pytest.mark.slow) for i in range(ALL_SEEDS)]
 )
 def test_random_cases(seed: int) -> None:
-    """In an ordinary run a few of them; which modes and GPUs there are, a seed decides, too."""
+    """An ordinary run has a few of them; a seed also decides modes and GPUs."""
     mode = ("random", seed) if seed % 3 else (("early", "late")[seed // 3 % 2], 0)
     check_case(make(random_case(seed)), 1 + seed % 6, mode)
 
@@ -144,7 +144,7 @@ def test_results_in_float32() -> None:
 
 @pytest.mark.parametrize("tokens", [130, 193])
 def test_what_only_later_queries_see_does_not_reach_earlier_ones(tokens: int) -> None:
-    """With 193 tokens the token in question lies in a tile that another one follows."""
+    """With 193 tokens the token in question is in a tile that another one follows."""
     inputs = make(DecodeCase(b=1, seqlens=tokens, s_q=3, h_q=4))
     hidden = tokens - 2  # from the first query only
     inputs.kv_cache[inputs.block_table[0, hidden // 64], hidden % 64, 0, [3, 300]] = np.nan, np.inf
@@ -182,7 +182,7 @@ def test_a_plan_serves_other_lengths(cuts: dict[str, Any]) -> None:
 
 
 def test_b300() -> None:
-    """The other target; the cubin is that of the GPU."""
+    """The other target; the cubin is the GPU's."""
     inputs = make(DecodeCase(b=1, seqlens=70, h_q=3))
     with simulated(1, (10, 3)):
         got = mla_decode(*inputs.arguments, kernel=KERNEL)

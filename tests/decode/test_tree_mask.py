@@ -225,7 +225,7 @@ def test_kernels_in_all_modes(case: DecodeCase, kernel: str, mode: tuple[str, in
         check(run(inputs, kernel, sm_count, mode), inputs.exact, inputs.rounded, case.dtype)
 
 
-#: Rows and records, of a shard too, with what else a call may have beside a mask.
+#: Rows and FP8 tokens, also of a shard, with each optional input that a call may combine with a mask.
 BESIDE = (
     (replace(CASES[1], h_q=2), "q_rope"),
     (replace(CASES[3], h_q=1), "q_rope"),

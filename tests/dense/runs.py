@@ -26,7 +26,7 @@ BY_NAME = {spec.name: spec for spec in DENSE.kernels}
 
 
 def schedules_itself(inputs: DenseInputs, sm_count: int) -> bool:
-    """Whether the kernel for Hopper finds the tiles of this call's sequence without a launch before it."""
+    """True if Hopper's kernel finds the tiles of this call's sequence without an earlier launch."""
     given = [x for name in ("cu_seqlens_q", "cu_seqlens_kv") if (x := inputs.options.get(name)) is not None]
     queries, heads = inputs.q.shape[:2]
     most_tiles = min(queries, queries // 128 + 3)  # with those before the sequence and after it

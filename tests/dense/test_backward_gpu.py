@@ -69,7 +69,7 @@ def test_matches_oracle(
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_same_bits_each_time(gpu: DeviceInfo, kernel: str) -> None:
-    """Which block takes which tile does not matter to a deterministic call."""
+    """The assignment of tiles to blocks does not affect a deterministic call."""
     need(kernel, gpu)
     inputs = make_gradients(DenseCase(RAGGED * 4, h_q=16), dlse=True)
     first = run(inputs, kernel=kernel, deterministic=True)
@@ -81,7 +81,7 @@ def test_same_bits_each_time(gpu: DeviceInfo, kernel: str) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_agrees_with_the_plain_kernel(gpu: DeviceInfo, deterministic: bool) -> None:
-    """Sequences as a model has them, of which the oracle would take minutes."""
+    """Sequences as in a model, for which the oracle would take minutes."""
     need(KERNELS[0], gpu)
     inputs = make_gradients_on_gpu(((1500, 1500), (300, 1000)), heads=16)
     fast = flat(mla_cupy.mla_prefill_backward)(**inputs, kernel=KERNELS[0], deterministic=deterministic)

@@ -1,4 +1,4 @@
-"""What `mla_prefill_backward` launches, without running it: kernels, workspaces, gradients as views of one array."""
+"""Launches of `mla_prefill_backward`, without running it: kernels, workspaces, gradients as views of one array."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_rows() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("shared_rope", [False, True])
 def test_workspace_is_what_the_page_says(deterministic: bool, shared_rope: bool) -> None:
-    """In the plain kernel's form: statistics, the last columns' parts by heads, lists."""
+    """The fallback's workspace: statistics, the last columns' parts by heads, lists."""
     problem = replace(PROBLEM, deterministic=deterministic, shared_rope=shared_rope)
     layout = DENSE_BACKWARD.workspace(DENSE_BACKWARD.configure(problem, fake_gpu(132), GENERIC))
     statistics = 8 * 16 * problem.num_rows
@@ -82,7 +82,7 @@ def test_workspace_on_hopper(deterministic: bool) -> None:
     ids=["default", "deterministic", "plain"],
 )
 def test_launches(recorder: Recorder, options: dict[str, Any], launches: list[str]) -> None:
-    """As few as there can be: nothing is zeroed by a launch of its own. Several sequences have a schedule before."""
+    """The fewest launches: nothing is zeroed by a separate launch. Several sequences add a schedule."""
     inputs = make_gradients(DenseCase(((3, 4),), h_q=2))
     flat(mla_cupy.mla_prefill_backward)(*inputs.arguments, **inputs.options, **options)
     assert recorder.memsets == []
@@ -112,7 +112,7 @@ def test_launches_share_their_arguments(
 
 @pytest.mark.parametrize(("s_q", "kv_heads"), [(100, 4), (8192, 1), (1300, 4), (2000, 2), (0, 4)], ids=str)
 def test_heads_at_once(s_q: int, kv_heads: int) -> None:
-    """As many as the L2 holds of queries, dout and sums."""
+    """The most heads with queries, dout and sums that fit into L2."""
     device = replace(fake_gpu(132), l2_bytes=50 << 20)
     assert kv_heads_at_once(replace(PROBLEM, s_q=s_q), device, sums_dq=True) == kv_heads
 
@@ -135,7 +135,7 @@ def gradients(inputs: GradientInputs) -> dict[str, Any]:
 
 
 def test_gradients_as_views_of_one_array(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At other addresses, too, a repeated call is not prepared again."""
+    """A repeated call with other addresses is not prepared again."""
     inputs = make_gradients(DenseCase(((3, 4),), h_q=2))
 
     def again() -> None:

@@ -73,7 +73,7 @@ def test_one_number_at_a_time() -> None:
 
 
 def test_merged_state() -> None:
-    """With the results of attention to all keys, the gradients of a chunk are its part of those of all."""
+    """With the results of attention to all keys, a chunk's gradients are its part of the gradients of all keys."""
     inputs = make_gradients(DenseCase(((3, 8),), h_q=2, starts=False, causal=False), dlse=True)
     whole = inputs.exact
     q, k, v, out, dout, lse = inputs.arguments

@@ -42,7 +42,7 @@ def test_generic_kernels(case: DenseCase, options: dict[str, Any], cc: tuple[int
 
 
 def test_two_tiles() -> None:
-    """Of keys, then of queries."""
+    """Two tiles of keys, then of queries."""
     run(make_gradients(DenseCase(((2, 131), (130, 2)), d_qk=128, d_v=128)), GENERIC)
 
 
@@ -69,7 +69,7 @@ def test_what_one_query_sees_stays_with_it(kernel: str, deterministic: bool) -> 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_results_stay_within_their_rows(kernel: str, deterministic: bool) -> None:
-    """As views of larger arrays, dk and dv of one, they leave what lies between and around alone."""
+    """As views of larger arrays, dk and dv of one, results leave all memory between and around them unchanged."""
     inputs = make_gradients(DenseCase(((3, 4), (66, 5)), h_q=4, h_kv=2, q_pair=True))
     s_q, s_kv = inputs.case.totals
     kind = inputs.dout.dtype
@@ -99,7 +99,7 @@ def test_hostile_starts(kernel: str) -> None:
 
 
 def with_finite(inputs: GradientInputs) -> GradientInputs:
-    """The same with log-sum-exps that are right for its starts: P is then at most 1."""
+    """The case with log-sum-exps that are right for its starts: P is then at most 1."""
     out, lse = mla_cupy.reference.mla_prefill(*inputs.forward.arguments, **inputs.options)
     inputs.out[:], inputs.lse[:] = out.astype(inputs.out.dtype), lse
     return inputs

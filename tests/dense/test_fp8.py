@@ -108,7 +108,7 @@ def test_what_one_query_sees_stays_with_it(kernel: str, code: int) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_results_stay_within_their_rows(kernel: str) -> None:
-    """What lies between the rows of `out` and `lse`, and beyond a tile's last query, is not written."""
+    """Memory between the rows of `out` and `lse`, and beyond a tile's last query, is not written."""
     inputs = make(DenseCase(((3, 4), (6, 5)), h_q=2, dtype=F8))
     s_q, h_q, d_v = *inputs.q.shape[:2], inputs.v.shape[2]
     out, lse = (
@@ -147,7 +147,7 @@ def test_each_sequence_and_head_has_its_scales(kernel: str, count: int) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", ["q_scales", "v_scales"])
 def test_a_scale_of_zero(kernel: str, name: str) -> None:
-    """As of an array of zeros: of queries, keys weigh the same; of values, the result is 0."""
+    """A scale of zero acts like zeros: for queries, keys weigh the same; for values, the result is 0."""
     inputs = make(DenseCase(((2, 3),), dtype=F8))
     inputs.options[name] = np.zeros((1, 1), np.float32)
     out, lse = run(inputs, kernel)
@@ -223,7 +223,7 @@ def test_equal_values_have_no_error() -> None:
 
 @pytest.mark.parametrize("case", [CASES[3], CASES[4]], ids=lambda case: case.id)
 def test_the_oracle_attends_to_the_codes_numbers(case: DenseCase) -> None:
-    """As to numbers in float64 that are multiplied by their scales first."""
+    """Codes act like float64 numbers that are multiplied by their scales first."""
     inputs = make(case)
     options = {name: x for name, x in inputs.options.items() if not name.endswith("_scales")}
     starts = options["cu_seqlens_q"], options["cu_seqlens_kv"]

@@ -109,7 +109,7 @@ def test_sums_of_codes_do_not_shrink(gpu: DeviceInfo) -> None:
 
 @pytest.mark.parametrize("kernel", TENSOR_CORES)
 def test_same_bits_each_time(gpu: DeviceInfo, kernel: str) -> None:
-    """Which block takes which tile does not matter."""
+    """The assignment of tiles to blocks does not affect the result."""
     need(kernel, gpu)
     inputs = make(DenseCase(RAGGED * 4, h_q=16))
     first = run(inputs, kernel=kernel)
@@ -120,7 +120,7 @@ def test_same_bits_each_time(gpu: DeviceInfo, kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", TENSOR_CORES)
 def test_agrees_with_the_plain_kernel(gpu: DeviceInfo, kernel: str) -> None:
-    """A prefill as a model makes it, of which the oracle would take minutes."""
+    """A prefill as in a model, for which the oracle would take minutes."""
     need(kernel, gpu)
     inputs = make(DenseCase(((3000, 3000), (1000, 3000)), h_q=16))
     out, lse = run(inputs, kernel=kernel, out_dtype="float32")

@@ -1,4 +1,4 @@
-"""What `mla_prefill` launches, without running it: grids, workspaces, tensor maps, results in place."""
+"""Launches of `mla_prefill`, without running it: grids, workspaces, tensor maps, results in place."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_grid_and_workspace() -> None:
     ("s_kv", "kv_heads"), [(100, 4), (8192, 4), (20_000, 2), (10**6, 1), (0, 4)], ids=lambda x: str(x)
 )
 def test_heads_at_once(s_kv: int, kv_heads: int) -> None:
-    """Whole groups, as many as the L2 holds of keys and values."""
+    """Whole groups, the most with keys and values that fit into L2."""
     device = replace(fake_gpu(132), l2_bytes=50 << 20)
     assert heads_at_once(replace(PROBLEM, s_kv=s_kv), device) == 4 * kv_heads
 
@@ -84,7 +84,7 @@ def in_place(inputs: Any, out: np.ndarray, lse: np.ndarray) -> dict[str, Any]:
 
 
 def test_results_in_the_place_of_the_state(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At other addresses, too, a repeated call is not prepared again."""
+    """A repeated call with other addresses is not prepared again."""
     inputs = make(DenseCase(((3, 4),), h_q=2))
     shape = inputs.q.shape[:2]
 
@@ -99,7 +99,9 @@ def test_results_in_the_place_of_the_state(recorder: Recorder, monkeypatch: pyte
 
 
 def test_results_beside_the_state(recorder: Recorder) -> None:
-    """In its place or elsewhere, not across it: rows of others would be read after they were written."""
+    """Results may overwrite the state or be elsewhere, but not overlap it otherwise: rows would be read after they were
+    written.
+    """
     inputs = make(DenseCase(((3, 4),), h_q=2))
     memory, lse = np.zeros((4, 2, 128), np.float32), np.zeros((3, 2), np.float32)
     options = in_place(inputs, memory[:3], lse)

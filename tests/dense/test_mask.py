@@ -17,7 +17,7 @@ from tests.support.sim_driver import simulated
 ENDS = DenseCase(((3, 5), (4, 4)), mask=0.5, h_q=2)
 #: One tile that all queries see as a whole, and the end.
 LONG = DenseCase(((3, 140),), mask=0.5, state="float32")
-#: A second tile whose bits are none of whole words.
+#: A second tile with bits that fill no whole words.
 WIDE = DenseCase(((2, 90),), d_qk=256, d_v=256, mask=0.5)
 
 
@@ -51,7 +51,7 @@ LARGE = [
 @pytest.mark.parametrize("mode", [("early", 0), ("random", 1)], ids=["early", "random"])
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.id)
 def test_large_cases(case: DenseCase, mode: tuple[str, int]) -> None:
-    """With NaN wherever no query sees."""
+    """NaN is in every element that no query sees."""
     run(make(case), HOPPER, 3, mode)
 
 
@@ -158,7 +158,7 @@ def test_mask_of_indices(topk: int, max_keys: int, starts: Any, relative: bool, 
 
 
 def test_oracle_of_the_mask() -> None:
-    """By sets."""
+    """The mask compared with sets."""
     indices = np.array([[0, 3, -1], [4, 4, 9], [6, 5, 300], [8, 7, 0]])
     starts = {"cu_seqlens_q": [0, 2, 3], "cu_seqlens_kv": [0, 5, 8]}
     for relative, wanted in ((False, [{0, 3}, {4}, {1, 0}, set()]), (True, [{0, 3}, {4}, set(), set()])):

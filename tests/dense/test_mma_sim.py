@@ -15,7 +15,7 @@ from tests.support.dense_cases import DenseCase, make
 from tests.support.flat import flat
 from tests.support.sim_driver import simulated
 
-#: That it takes: wider values have no room in the registers.
+#: Cases that it supports: wider values do not fit into the registers.
 NARROW = [case for case in CASES if case.d_v == 128]
 #: Two tiles of each group, so that a slot is used again; a group without a tile; one warp of a tile without a query.
 HARD = DenseCase(((40, 270), (97, 60), (2, 0)), h_q=2, h_kv=1, around=(1, 2), state="float32", q_pair=True)
@@ -44,7 +44,7 @@ def test_ordinary_choice(case: DenseCase, cc: tuple[int, int], mode: tuple[str, 
     ("cc", "case"), [((8, 9), LONG), pytest.param((8, 0), ENDS, marks=pytest.mark.slow)], ids=["long", "ends"]
 )
 def test_masks(cc: tuple[int, int], case: DenseCase) -> None:
-    """Of 48 keys a tile, whose bits are no whole words, and of 64; the state's place is the results'."""
+    """Tiles of 48 keys, whose bits fill no whole words, and of 64; results overwrite the state."""
     inputs = make_finite(case)
     run(inputs, MMA, 1, ("late", 0), cc, **(in_place(inputs) if case.state else {}))
 

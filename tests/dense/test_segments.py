@@ -33,7 +33,7 @@ def ids_of(names: Any, rng: np.random.Generator, count: int, longest: int) -> Ar
 
 
 def pairs(starts_q: Any, starts_kv: Any, s_q: int, s_kv: int) -> Array:
-    """Who attends to whom, by the sequences."""
+    """Pairs of queries and keys that attend, by the sequences."""
     seen = np.zeros((s_q, s_kv), bool)
     for n in range(len(starts_q) - 1):
         seen[starts_q[n] : starts_q[n + 1], starts_kv[n] : starts_kv[n + 1]] = True
@@ -83,7 +83,7 @@ def one_side() -> None:
     """Three tokens a thread, runs that end within one and between two, and two segments too many."""
     rng = np.random.default_rng(1)
     ids = np.repeat(rng.permutation(np.arange(1, 67)), rng.integers(9, 25, 66))
-    run(np.pad(ids, (3, 5)).astype(np.int32), 64)  # whose runs fill the workspace
+    run(np.pad(ids, (3, 5)).astype(np.int32), 64)  # its runs fill the workspace
 
 
 def two_sides() -> None:
@@ -115,7 +115,7 @@ def test_small(mode: tuple[str, int]) -> None:
     run(np.array([2, 2, 4], np.int32), 1, np.array([4], np.int32), mode)
     run(np.array([9, 4], np.int32), 2, np.array([4, 4], np.int32), mode)
     run(none, 2, np.array([4, 4], np.int32), mode)
-    run(np.array([4, 4], np.int32), 2, none, mode)  # an array without elements, and not those of the queries
+    run(np.array([4, 4], np.int32), 2, none, mode)  # an empty array, and not the queries' ids
 
 
 def test_attention_within_segments() -> None:

@@ -89,7 +89,7 @@ def test_what_one_query_sees_stays_with_it(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_results_stay_within_their_rows(kernel: str) -> None:
-    """What lies between the rows of `out` and `lse`, and beyond a tile's last query, is not written."""
+    """Memory between the rows of `out` and `lse`, and beyond a tile's last query, is not written."""
     inputs = make(DenseCase(((3, 4), (66, 5)), h_q=2))
     s_q, h_q, d_v = *inputs.q.shape[:2], inputs.v.shape[2]
     out, lse = np.full((s_q + 2, h_q + 1, d_v + 8), 7, inputs.q.dtype), np.full((s_q + 2, h_q + 3), 7, np.float32)

@@ -1,4 +1,4 @@
-"""What completion offers of a public module are its public names."""
+"""Completion of a public module offers its public names."""
 
 from __future__ import annotations
 

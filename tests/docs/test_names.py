@@ -1,4 +1,4 @@
-"""What pages name exists: files, functions, environment variables. The logs are about the past, and are left out."""
+"""Names in pages exist: files, functions, environment variables. The logs describe the past, and are left out."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_the_choice_of_kernels() -> None:
 
 
 def test_the_table_has_every_kernel_that_a_call_may_get() -> None:
-    """Of the operations that choose from several: all but those that run only where they are named."""
+    """The table covers every kernel of operations with a choice, except those that run only by name."""
     shown = {kernel_choice.chosen(*call[1:], gpu) for call in kernel_choice.SITUATIONS for gpu in kernel_choice.GPUS}
     pipelines = {id(call[1]): call[1] for call in kernel_choice.SITUATIONS}
     for operation in OPERATIONS.values():

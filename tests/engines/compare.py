@@ -17,7 +17,7 @@ OURS = Package(REPOSITORY)
 
 @dataclass(frozen=True)
 class Reliance:
-    """What a plugin relies on beyond what it overrides.
+    """Parts of an engine that a plugin relies on, beyond its overrides.
 
     Attributes
     ----------
@@ -100,7 +100,7 @@ class Override:
 
     @property
     def label(self) -> str:
-        """For messages and records."""
+        """Label for messages and records."""
         return f"{self.ours.node.name}.{self.name}"
 
 
@@ -187,7 +187,7 @@ def _of_a_class(ours: Class, lineage: list[Class]) -> Iterator[str]:
 
 
 def sites(engine: str, package: Package, override: Override) -> Iterator[Call]:
-    """Where the engine calls an overridden method; constructors have no name to look for."""
+    """Places where the engine calls an overridden method; constructors have no name to search for."""
     if override.name.startswith("__"):
         return
     for above in RELIANCE[engine].callers:
@@ -207,7 +207,7 @@ def unserved(call: Call, ours: ast.FunctionDef) -> str:
 
 
 def facts(engine: str, package: Package) -> dict[str, Any]:
-    """What is recorded of a version: what its methods take that the plugin overrides, and how it calls them."""
+    """Recorded facts of a version: parameters of the methods that the plugin overrides, and their calls."""
     found: dict[str, Any] = {}
     for override in overrides(engine, package):
         shapes = {" ".join([str(x.positional), *x.named]) for x in sites(engine, package, override)}

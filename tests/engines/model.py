@@ -62,7 +62,7 @@ DRAFTING: dict[str, Any] = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
 }
-"""What a model has that also drafts tokens (multi-token prediction)."""
+"""Settings of a model that also drafts tokens (multi-token prediction)."""
 
 
 SPARSE: dict[str, Any] = {
@@ -75,7 +75,7 @@ SPARSE: dict[str, Any] = {
     "index_n_heads": 64,
     "index_head_dim": 128,
 }
-"""What a model has with an indexer and sparse attention (DSA): fewer tokens are selected than most prompts have."""
+"""Settings of a model with indexer and sparse attention (DSA): it selects fewer tokens than most prompts have."""
 
 
 TWIN: dict[str, Any] = {
@@ -83,7 +83,7 @@ TWIN: dict[str, Any] = {
     "model_type": "deepseek_v3",
     **{name: SPARSE[name] for name in ("q_lora_rank", "topk_method", "scoring_func")},
 }
-"""What the model has that attends to all tokens, and has the weights of the sparse one without the indexer's."""
+"""Settings of the model that attends to all tokens, with the sparse model's weights except the indexer's."""
 
 
 def configuration(*, drafting: bool = False, sparse: bool = False, twin: bool = False, **sizes: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ _LEFT_OUT = ("/multimodal_gen/", "/test/")
 
 
 def folder() -> Path:
-    """Where they are kept: `MLA_CUPY_ENGINES`, or the user's cache."""
+    """Folder of the packages: `MLA_CUPY_ENGINES`, or the user's cache."""
     import platformdirs  # here: a source tree without its dependencies runs the rest
 
     return Path(os.environ.get("MLA_CUPY_ENGINES") or platformdirs.user_cache_path("mla_cupy_engines"))

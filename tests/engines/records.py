@@ -45,7 +45,7 @@ def text_of(engine: str) -> str:
 
 
 def write(engine: str) -> Path:
-    """Write the record of an engine, all of whose versions have been fetched."""
+    """Write the record of an engine with all versions fetched."""
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{engine}.json"
     path.write_text(text_of(engine))

@@ -1,4 +1,4 @@
-"""What a package's source says of its classes, read without importing it: its dependencies need not be there."""
+"""Contents of a package's classes, read from source without importing it: its dependencies may be missing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Class:
 
     @property
     def names(self) -> set[str]:
-        """What it defines: methods, class attributes, and what its methods assign to `self`."""
+        """Defined names: methods, class attributes, and attributes that its methods assign to `self`."""
         found = set(self.methods)
         for statement in self.node.body:
             found |= _targets(statement)
@@ -39,7 +39,7 @@ class Class:
 
     @property
     def read(self) -> set[str]:
-        """What its methods read of `self`, however it came there."""
+        """Attributes that its methods read from `self`, wherever they are defined."""
         loads = (x for x in ast.walk(self.node) if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Load))
         return {x.attr for x in loads if _is_self(x)}
 
@@ -77,7 +77,7 @@ class Package:
                 yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     def find(self, module: str, name: str) -> tuple[str, Definition] | None:
-        """Where a name of a module is defined, through its imports; None if it is not."""
+        """Definition of a module's name, through its imports; None if there is none."""
         tree = self.tree(module)
         for statement in _statements(tree) if tree else ():
             if isinstance(statement, ast.ClassDef | ast.FunctionDef) and statement.name == name:
@@ -113,7 +113,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Call:
-    """How a call passes its arguments.
+    """Form of a call's arguments.
 
     Attributes
     ----------

@@ -71,7 +71,7 @@ FILES = {
 
 
 def engine(folder: Path, file: str = "", old: str = "", new: str = "") -> Package:
-    """A small SGLang, in one of whose files a text is replaced."""
+    """A small SGLang with a text replaced in one of its files."""
     for name, text in FILES.items():
         path = folder / "sglang" / "srt" / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -113,7 +113,7 @@ def test_a_model_without_weights(tmp_path: Path) -> None:
 
 
 def test_selection_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the query's own token backwards, no token twice; all that there are, where they are few; then -1."""
+    """Positions from the query's own token backwards, without repeats; all of them if there are few; then -1."""
     torch = pytest.importorskip("torch")
 
     class Indexer:

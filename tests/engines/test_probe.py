@@ -1,4 +1,4 @@
-"""Whether calls fit is found by binding them: names that are ignored may move, names that are used may not."""
+"""Calls are bound to find out if they fit: names that are ignored may move, names that are used may not."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.engines.gpu.timing import Kernel
 
 
 class Event:
-    """Of a GPU whose clock goes one millisecond with each event, and which is some events behind the host."""
+    """An event of a GPU with a clock that advances one millisecond per event, some events behind the host."""
 
     clock = 0
     behind = 0
@@ -50,7 +50,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def graph(*lengths: int) -> Any:
-    """Replays of graphs that take so many milliseconds, less one."""
+    """Replays of graphs that take the events' number of milliseconds, less one."""
     left = [*lengths]
 
     def replay(graph: Any) -> None:
@@ -77,7 +77,7 @@ def test_graphs_are_timed_while_asked(event: type[Event], tmp_path: Path) -> Non
 
 
 def test_readings_of_one_run_are_not_those_of_another(event: type[Event], tmp_path: Path) -> None:
-    """Nor are those of a run that has too few; what fails leaves no file behind."""
+    """Nor are replays of a run with too few; a failure leaves no file behind."""
     switch = tmp_path / "a.timed"
     replay, _ = graph(*[5] * (replays.AT_ONCE + 1), *[9] * 30)
     replaying = replays.timed(replay, event, switch)
@@ -92,7 +92,7 @@ def test_readings_of_one_run_are_not_those_of_another(event: type[Event], tmp_pa
 
 
 class Profile:
-    """Of PyTorch: sees what is replayed between its start and its end."""
+    """A profile of PyTorch that sees replays between its start and its end."""
 
     seen: list[Any]
     running: ClassVar[list[Profile]] = []
@@ -110,7 +110,7 @@ class Profile:
 
 
 def test_kernels_of_replays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of so many replays, of one run and of the next; others are replayed as ever."""
+    """The first replays of one run and of the next are profiled; others are replayed as usual."""
     Profile.seen, waited = [], []
     profiler = SimpleNamespace(profile=Profile, ProfilerActivity=SimpleNamespace(CUDA="cuda"))
     torch = SimpleNamespace(profiler=profiler, cuda=SimpleNamespace(synchronize=lambda: waited.append(1)))

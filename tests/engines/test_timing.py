@@ -1,4 +1,4 @@
-"""How times of an engine's steps are taken apart."""
+"""Separation of the times of an engine's steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_what_a_kernel_adds() -> None:
 
 
 def test_kernels_of_a_step() -> None:
-    """Those of the longer trace without the shorter one's, by the steps between; what adds most comes first."""
+    """Kernels of the longer trace without the shorter one's, per step between; the largest come first."""
     prompt = [Kernel("prefill", 0, 100)]
 
     def steps(count: int) -> list[Kernel]:

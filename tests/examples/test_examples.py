@@ -32,7 +32,7 @@ def needs(library: str) -> None:
 
 
 def run(name: str, *arguments: str, backend: str = "numpy") -> str:
-    """What an example prints; it must succeed."""
+    """Output of an example; it must succeed."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "MLA_CUPY_BACKEND": backend, "MLA_CUPY_JIT": "lazy"}
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
@@ -295,7 +295,7 @@ MOST_SECONDS = 20
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "seconds"), [each for each in TIMED if "context_parallel" not in each[0]])
 def test_defaults_fit_the_cpu(name: str, seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By processor time, which other work on the machine does not add to."""
+    """Processor time, so that other work on the machine does not count."""
     library = name.partition("_")[0]
     if library in ("torch", "transformers", "jax"):
         needs(library)
@@ -376,7 +376,7 @@ def test_training_indexer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("library", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_training_indexer_with_autograd(tmp_path: Path, library: str) -> None:
-    """The losses of every step are those of the gradients by hand."""
+    """The losses of every step match the hand-written gradients."""
     needs(library)
     few = ("--device", "cpu", *FEW, "--warmup-steps", "3", "--sparse-steps", "2", "--goal", "0")
     plain = check_training_indexer(tmp_path / "plain.json", "numpy", *few)
@@ -397,7 +397,7 @@ def test_training_indexer_on_gpu(gpu: object, tmp_path: Path, library: str, monk
 
 @pytest.mark.parametrize("pages", [48, 8])
 def test_torch_serving(pages: int) -> None:
-    """With few pages, requests wait and are preempted; logits are those without a cache."""
+    """Requests wait and are preempted with few pages; logits equal those without a cache."""
     needs("torch")
     text = run("torch_serving.py", "--pages", str(pages), "--max-batch", "4")
     found = re.search(r"(\d+) prompt tokens found in the cache, (\d+) requests preempted", text)

@@ -1,4 +1,4 @@
-"""What the arrays of a call hold, for calls that run: numbers of any size, places that exist or are -1."""
+"""Contents of a call's arrays, for calls that run: numbers of any size, places that exist or are -1."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _slots(call: Call, shape: tuple[int, ...], rng: np.random.Generator) -> Numb
 
 
 def _starts(axis: str, packed: str = "") -> Callable[..., Numbers]:
-    """Where sequences begin, and the last one ends, among those of an axis, or of `packed` where there is one."""
+    """Starts of sequences and the end of the last one, along an axis, or of `packed` if there is one."""
 
     def draw(call: Call, shape: tuple[int, ...], rng: np.random.Generator) -> Numbers:
         end = call.size(packed if packed in call.values else axis)
@@ -127,7 +127,7 @@ def _starts(axis: str, packed: str = "") -> Callable[..., Numbers]:
 
 
 def _tree(call: Call, shape: tuple[int, ...], rng: np.random.Generator) -> Numbers:
-    """What each draft sees: itself, and some of those before it."""
+    """Drafts that each draft sees: itself, and some earlier ones."""
     drafts = np.arange(shape[1], dtype=np.uint64)
     seen = rng.integers(0, 1 << 62, shape, np.uint64) & ((np.uint64(1) << drafts) - np.uint64(1))
     return seen | np.uint64(1) << drafts

@@ -40,7 +40,7 @@ def values(subject: Subject, rng: random.Random, limits: dict[str, int]) -> Valu
 def _fitting(subject: Subject, drawn: Values, rng: random.Random) -> Values:
     """Sizes that fit others, which few random ones would."""
     found: Values = {}
-    if "ends" in drawn:  # of the top-k: as many as rows, or one for several
+    if "ends" in drawn:  # of the top-k: one per row, or one for several rows
         found["ends"] = drawn["s_q"] if rng.random() < 0.5 else max(1, drawn["s_q"] // 4)
     if "tables" in drawn:
         found["tables"] = drawn["s_q"] if rng.random() < 0.5 else 1

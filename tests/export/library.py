@@ -43,7 +43,7 @@ def compiled(output: Path, sources: Sequence[Path], *options: str) -> Path:
 
 
 def simulated(*program: str | Path) -> str:
-    """What a program prints whose CUDA calls go to the simulator; the simulator must find nothing wrong."""
+    """Output of a program with its CUDA calls sent to the simulator, which must find nothing wrong."""
     command = [sys.executable, "-m", "ptxsim", "run-host", "--sms", "2", *map(str, program)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "ptxsim"), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -117,11 +117,11 @@ class Library:
         return -1 if status else nbytes.value
 
     def why(self) -> str:
-        """What the last call was refused for."""
+        """Reason of the last refusal."""
         return str(self.function("why")().decode())
 
     def log(self) -> bytes:
-        """What has been launched since."""
+        """Launches since the last call of `log`."""
         length = self.stub.stub_log(self._log, _LOG_BYTES)
         return self._log.raw[:length]
 
@@ -157,7 +157,7 @@ class RealLibrary:
         return int(self.function(name)(handle, *given))
 
     def why(self) -> str:
-        """What the last call was refused for."""
+        """Reason of the last refusal."""
         return str(self.function("why")().decode())
 
 

@@ -138,7 +138,7 @@ def parameters(module: Module) -> dict[str, list[int]]:
 
 
 def takes_maps(kernel: KernelSpec[Any]) -> bool:
-    """Whether a kernel fetches through tensor maps."""
+    """True if a kernel fetches through tensor maps."""
     fields = type(kernel).__dataclass_fields__
     return any(getattr(kernel, name) is not fields[name].default for name in ("kv_map", "maps") if name in fields)
 
@@ -185,7 +185,7 @@ class Call:
         return request
 
     def addresses(self) -> list[int]:
-        """As `Prepared.enqueue` takes them."""
+        """Addresses in the form of `Prepared.enqueue`."""
         return [0, *(self.values.get(name, 0) for name in self.subject.operation.names)]
 
     def nbytes(self, gpu: DeviceInfo) -> int:

@@ -68,7 +68,7 @@ SPECS = {
 
 
 def in_types(decode: ExportedCall, specs: tuple[P, ...], arrays: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-    """The same where the arrays' types say how they are divided: by a plain `jit`, which gathers nothing."""
+    """The arrays' types describe the division: a plain `jit`, which gathers nothing."""
     sizes = {"heads": 2, "sequences": 2 if "sequences" in specs[0] else 1}
     kinds = (jax.sharding.AxisType.Explicit,) * 2
     mesh = jax.make_mesh(

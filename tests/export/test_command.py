@@ -62,7 +62,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "file").write_text("")
     arguments = ["--op", "merge_states", "--h-q", "16", "--arch", "sm_90a", "--out", str(tmp_path / "file")]
     assert cli.main(["export", *arguments]) == 1
-    assert "expected a directory with room that you can write" in capsys.readouterr().err
+    assert "expected a writable directory with free space" in capsys.readouterr().err
 
 
 MERGE = modules.merge()

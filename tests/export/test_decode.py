@@ -130,7 +130,7 @@ def test_plans_of_other_exports(case: str, tmp_path: Path) -> None:
 
 
 def test_queries_whose_number_varies_have_no_plan() -> None:
-    """What updates a plan has no starts: see `record`."""
+    """The update of a plan has no starts: see `record`."""
     options = {"h_q": 16, "page_size": 64, "arrays": ("cu_seqlens_q",)}
     assert not modules.made("decode", ("sm_90a",), **options).is_planned
 

@@ -46,7 +46,7 @@ def test_c(folder: Path) -> None:
 
 
 def test_cpp(folder: Path) -> None:
-    """With a plan."""
+    """The C++ example runs with a plan."""
     objects = [folder / "mla_decode.o", folder / "mla_decode_images.o"]
     for each in objects:
         compiled(each, [each.with_suffix(".c")], "-c")
@@ -116,7 +116,7 @@ def test_bindings_for_rust(folder: Path) -> None:
 
 
 def test_cuda_bindings(folder: Path) -> None:
-    """By the manifest alone: neither this package nor CuPy is imported."""
+    """The manifest is enough: neither this package nor CuPy is imported."""
     pytest.importorskip("cuda.bindings.driver")
     example = EXAMPLES / "cuda_bindings_decode.py"
     code = (
@@ -136,7 +136,9 @@ def test_cuda_core(folder: Path) -> None:
 
 
 def test_cuda_core_takes_no_structs() -> None:
-    """Why the example launches with cuda-bindings. Should this fail, cuda.core can: say so in the guide, and use it."""
+    """The example launches with cuda-bindings for this reason. If this test fails, cuda.core supports structs: say so
+    in the guide, and use it.
+    """
     pytest.importorskip("cuda.bindings.driver")
     handler = pytest.importorskip("cuda.core._kernel_arg_handler")
     record = np.zeros((), [("address", np.uint64), ("count", np.int32)])[()]

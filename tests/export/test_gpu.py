@@ -77,7 +77,7 @@ class Batch:
         return args
 
     def expected(self) -> tuple[Any, Any]:
-        """What the package computes."""
+        """The package's result."""
         return mla_decode(self.q, self.cache, self.table, self.seqlens)
 
     def check(self) -> None:
@@ -90,7 +90,7 @@ class Batch:
 
 @pytest.fixture(scope="module")
 def half(hopper: DeviceInfo, tmp_path_factory: pytest.TempPathFactory) -> RealLibrary:
-    """The same in float16, which CuPy has."""
+    """A float16 copy, which CuPy supports."""
     folder = tmp_path_factory.mktemp("gpu") / "half"
     sizes = ("--h-q", str(_HEADS), "--page-size", str(_PAGE), "--dtype", "float16")
     assert cli.main(["export", "--op", "decode", *sizes, "--arch", "sm_90a", "--out", str(folder)]) == 0
@@ -239,7 +239,7 @@ class OnGpu:
         self.call = Call(drawn.subject, given)
 
     def results(self) -> dict[str, Any]:
-        """What has been written since, which is undone."""
+        """Results written since, which are then undone."""
         found = {name: self.arrays[name].copy() for name in self.before}
         for name, before in self.before.items():
             self.arrays[name][:] = before

@@ -1,6 +1,6 @@
 """The examples over exported modules on a GPU, with machine code: what other tests run in the simulator.
 
-Each compares its results itself, and prints a checksum of them: that of the package's results for the same batch.
+Each compares its results itself, and prints a checksum of them, equal to the checksum of the package's results.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Batch:
         return f"{zlib.crc32(lse, zlib.crc32(out)):08x}"
 
     def planned(self) -> str:
-        """The same with a plan for twice as many sequences."""
+        """The example with a plan for twice as many sequences."""
         plan = mla_cupy.plan_decode(max_b=4, s_q=1, h_q=16, max_pages=2, page_size=64, dtype="bfloat16")
         plan.update(self._arrays[-1])
         return self.checksum(plan)
@@ -98,7 +98,7 @@ def test_c(folder: Path, of_c: Batch) -> None:
 
 
 def test_cpp(folder: Path, of_c: Batch) -> None:
-    """With a plan."""
+    """The C++ example runs with a plan."""
     objects = [folder / "of_cpp.o", folder / "of_cpp_images.o"]
     for each, source in zip(objects, ("mla_decode.c", "mla_decode_images.c"), strict=True):
         compiled(each, [folder / source], "-c")

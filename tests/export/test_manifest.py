@@ -53,7 +53,7 @@ def written(step: ReadLaunch | ReadFill, parameters: dict[str, list[int]]) -> by
 
 
 def refusal(call: Call) -> MlaError | None:
-    """Why the package refuses a call; None if it makes it."""
+    """Reason why the package refuses a call; None if it runs."""
     try:
         call.run(GPU)
     except MlaError as error:
@@ -87,7 +87,7 @@ def test_bounds_are_rules() -> None:
 
 
 def test_an_earlier_manifest_is_read() -> None:
-    """Of `merge_states`, written when the schema was 1; its launch is known by hand."""
+    """A manifest of `merge_states` with schema 1; its launch is known by hand."""
     found = Manifest.read(KEPT)
     shape = {"n": 3, "b": 2, "s_q": 1, "h_q": 16, "d": 512}
     values: dict[str, Any] = {**shape, "outs": 4096, "lses": 1 << 20, "out": 2 << 20, "lse": 3 << 20, "workspace": 0}

@@ -1,4 +1,4 @@
-"""What is true of every module: opening, contexts, errors of the driver, several modules in one program."""
+"""Properties of every module: opening, contexts, errors of the driver, several modules in one program."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_structs_of_another_version_are_refused(library: Library) -> None:
 
 
 def test_defaults(library: Library) -> None:
-    """Those of the package, and contiguous arrays."""
+    """Defaults are the package's, with contiguous arrays."""
     args = library.Args()
     library.function("defaults")(ctypes.byref(args))
     args.b, args.num_pages, args.max_pages = 3, 10, 7
@@ -125,7 +125,7 @@ def test_modules_link_into_one_program(tmp_path: Path) -> None:
 
 
 def test_the_header_is_cpp(made: Module, tmp_path: Path) -> None:
-    """As the examples are: C++17, without a warning."""
+    """The header is C++17 without warnings, like the examples."""
     command.write(made, tmp_path)
     check = [compiler("g++"), "-std=c++17", *FLAGS, "-fsyntax-only", f"-I{tmp_path}", f"-I{EXAMPLES / 'c'}"]
     subprocess.run([*check, str(EXAMPLES / "cpp" / "decode.cpp")], check=True)
@@ -147,7 +147,7 @@ def test_without_a_driver(tmp_path: Path) -> None:
 
 
 def test_declarations_are_those_of_cuda(tmp_path: Path) -> None:
-    """With MLA_CUDA_H the compiler compares them, sizes and numbers, with the header's."""
+    """With MLA_CUDA_H the compiler compares sizes and numbers with the header's."""
     spec = importlib.util.find_spec("nvidia")
     places = spec.submodule_search_locations if spec else None
     headers = [path.parent for place in places or () for path in sorted(Path(place).glob("*/include/cuda.h"))]

@@ -139,7 +139,7 @@ def test_wrong_calls(case: str, folder: Path) -> None:
 
 @cases()
 def test_every_kernel_that_a_call_may_launch_is_there(case: str, folder: Path) -> None:
-    """Of each outcome of the recorded choice, also those that random calls may not meet."""
+    """Every outcome of the recorded choice is exported, also those that random calls may not meet."""
     module = library(case, folder).module
     (target,) = module.targets
     for procedure in target.procedures.values():

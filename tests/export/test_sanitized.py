@@ -54,14 +54,14 @@ def _is_spoilt(value: Any, rng: random.Random) -> bool:
 
 @functools.cache
 def sanitizers() -> tuple[str, ...]:
-    """Options with which a program links: those of the sanitizers, or none."""
+    """Options with which a program links: the sanitizers', or none."""
     command = [compiler(), "-x", "c", "-", *SANITIZED, "-o", "/dev/null"]
     tried = subprocess.run(command, input="int main(void) { return 0; }", text=True, capture_output=True, check=False)
     return SANITIZED if tried.returncode == 0 else ()
 
 
 def driven(module: Module, folder: Path, count: int) -> dict[str, int]:
-    """Make as many calls; how many were launched, launched with a plan, and refused."""
+    """Make `count` calls; returns the numbers launched, launched with a plan, and refused."""
     command.write(module, folder)
     driver = compiled(folder / "libstub.so", [STUB], "-shared", "-fPIC")
     sources = [DRIVE, folder / f"{module.name}.c", folder / f"{module.name}_images.c"]

@@ -160,13 +160,13 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[], tuple[Arrays, Mapping[s
 }
 
 TOLERANCES = {"decode-fp8": 3e-2}
-"""Where it is not float16's: weights of e4m3, which scores that are a bit off round to its neighbour."""
+"""Tolerances other than float16's: a score that is slightly off rounds an e4m3 weight to its neighbour."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_the_oracles(case: str, tmp_path: Path) -> None:
-    """To the precision of float16, or what `TOLERANCES` has; numbers that are whole are equal."""
+    """Results match to the precision of float16, or of `TOLERANCES`; whole numbers are equal."""
     operation, options, make = CASES[case]
     given, expected = make()
     flags = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]

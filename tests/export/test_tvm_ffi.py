@@ -70,7 +70,7 @@ def test_the_example(tvm_ffi: Any, tmp_path: Path) -> None:
 
 
 def test_launches_are_the_packages(tvm_ffi: Any, tmp_path: Path) -> None:
-    """On the stream that TVM-FFI calls current, with the strides of the tensors."""
+    """Launches use TVM-FFI's current stream, and the strides of the tensors."""
     beside = Library(modules.decode(), tmp_path / "module")
     beside.describe(GPU)
     module = tvm_ffi.load_module(str(built(tvm_ffi, tmp_path / "module", f'-DMLA_CUDA_LIBRARY="{beside.stub._name}"')))

@@ -119,7 +119,9 @@ def call(jax: Any, decode: Handler, nbytes: int = 1 << 20, arguments: Any = None
 
 
 def test_launches_are_the_packages(jax: Any, decode: Handler) -> None:
-    """On XLA's stream and in its context, with attributes of both widths; kernels are loaded before they are called."""
+    """Launches use XLA's stream and context, with attributes of both widths; kernels are loaded before they are
+    called.
+    """
     decode.library.describe(GPU)
     decode.library.stub.stub_context(0)
     try:
@@ -180,7 +182,7 @@ def test_wrong_arrays_are_told(jax: Any, decode: Handler, case: str) -> None:
 
 
 def test_other_gpus_and_platforms_are_refused(jax: Any, tmp_path: Path) -> None:
-    """By the module, with its words; without a stream by XLA."""
+    """The module refuses them with its own message; without a stream XLA does."""
     made = replace(modules.merge(), prefix="refused_")
     handler = Handler(jax, made, tmp_path / "merge")
     handler.library.describe(package.device("sm_75", 40))

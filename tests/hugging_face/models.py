@@ -88,7 +88,7 @@ def causal_model(config: Any) -> Any:
 
 
 def reasons(model: Any) -> set[str]:
-    """Why calls of a served model went to the stock code."""
+    """Reasons why calls of a served model ran the stock code."""
     groups = [group_of(getattr(module, "config", None)) for module in model.modules()]
     return {reason for group in groups if group for reason in group._said}
 
@@ -103,7 +103,7 @@ def error(found: Any, expected: Any, real: Any = None) -> float:
 
 
 def check(found: Any, stock: Any, judge: Any, real: Any = None, *, selects: bool = False) -> None:
-    """Our error is that of the stock code in the same precision, or less than that of one rounding.
+    """Our error is at most the stock code's in the same precision, or less than one rounding's.
 
     Where an indexer `selects`, a near tie that falls otherwise changes a row by more than roundings do.
     """
@@ -117,7 +117,7 @@ def tokens(b: int, s: int, place: str = "cpu", seed: int = 0) -> Any:
 
 
 def steps(model: Any, ids: Any, mask: Any, counts: list[int], prompt: Any = None) -> list[Any]:
-    """Logits of a prompt and of further steps of so many tokens, with positions as `generate` counts them.
+    """Logits of a prompt and of further steps of tokens, with positions as `generate` counts them.
 
     Another model may read the `prompt`, whose cache the first one goes on with.
     """

@@ -54,7 +54,7 @@ def _score(judge: Any, sequences: Any, mask: Any) -> Any:
 
 @pytest.mark.parametrize("place", models.PLACES)
 def test_sampling(place: str) -> None:
-    """The same random numbers choose the same tokens, but for near ties."""
+    """Equal random numbers choose equal tokens, except for near ties."""
     three = models.make("deepseek_v3", place)
     ids, found = models.tokens(4, 20, place), []
     for model in (three.served, three.stock):

@@ -21,7 +21,7 @@ from . import models
 
 
 def _masks(name: str, s: int, **options: Any) -> tuple[Any, Any]:
-    """Our mask, and that of "sdpa", of the same call."""
+    """Our mask and the mask of "sdpa" for the same call."""
     found = []
     config = models.config_of(name)
     Group(FAMILIES[name], True).register(config)
@@ -44,7 +44,7 @@ def models_cache_name() -> str:
 
 @given(st.integers(2, 12).flatmap(lambda s: st.lists(st.lists(st.booleans(), min_size=s, max_size=s), min_size=1)))
 def test_padding(rows: list[list[bool]]) -> None:
-    """On either side of a row, or in the middle."""
+    """Padding on either side of a row, or in the middle."""
     mask = torch.tensor(rows).long()
     mask[:, -1] = 1
     s = mask.shape[1]

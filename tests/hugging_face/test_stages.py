@@ -68,7 +68,7 @@ def test_names_and_shapes_are_those_of_deepseek_v32() -> None:
 
 @pytest.mark.parametrize("place", _PLACES)
 def test_logits_are_those_of_deepseek_v32(place: str) -> None:
-    """The same weights in both classes, in a prompt and in steps."""
+    """Both classes with equal weights, in a prompt and in steps."""
     mine = _model(place, sparse=True).eval()
     stock = models.causal_model(models.config_of("deepseek_v32", **_SIZES)).bfloat16().eval().to(place)
     stock.load_state_dict(mine.state_dict())
@@ -209,7 +209,7 @@ def test_warmup_gradients_of_the_same_states(place: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("place", _PLACES)
 def test_coverage(place: str) -> None:
-    """Of the last query alone, which selects all of its keys but one."""
+    """Coverage of the last query alone, which selects all of its keys but one."""
     model, ids = _model(place), models.tokens(1, 17, place)
     for layer in model.model.layers:
         layer.self_attn.indexer.index_topk = 16
@@ -347,7 +347,7 @@ def test_the_losses_do_not_mix() -> None:
 
 @pytest.mark.parametrize("place", _PLACES)
 def test_checkpointing_changes_no_gradient(place: str) -> None:
-    """To the bit on a CPU; a GPU adds gradients up in any order."""
+    """Gradients are equal to the bit on a CPU; a GPU adds them up in any order."""
     model, ids = _model(place, sparse=True), models.tokens(1, 40, place)
     plain = _gradients(model, sparse_training(model, input_ids=ids, labels=ids).loss)
     enable = getattr(model, "activation_checkpointing_enable", None)

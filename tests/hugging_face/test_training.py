@@ -27,7 +27,7 @@ def _loss(model: Any, ids: Any, **call: Any) -> Any:
 @pytest.mark.parametrize("place", models.PLACES)
 @pytest.mark.parametrize("name", _TRAINED)
 def test_gradients(name: str, place: str) -> None:
-    """Of all attention weights, with a padded row."""
+    """Gradients of all attention weights, with a padded row."""
     three = models.make(name, place, index_topk=64) if FAMILIES[name].indexer else models.make(name, place)
     ids, mask = models.tokens(2, 48, place), torch.ones(2, 48, dtype=torch.long, device=place)
     mask[1, :11] = 0
@@ -216,7 +216,7 @@ def test_wrapped_models(way: str, process_group: None) -> None:
 
 
 def test_a_copy_is_served_too() -> None:
-    """From its second forward pass on."""
+    """A copy is served from its second forward pass on."""
     served = models.make("deepseek_v3").served
     twin = copy.deepcopy(served)
     with torch.no_grad():

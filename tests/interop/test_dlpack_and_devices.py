@@ -68,7 +68,7 @@ def test_foreign_arrays_live_until_the_work_is_done(gpu: DeviceInfo) -> None:
     busy = cupy.ones((8192, 8192), cupy.float32)
     product = busy @ busy
     cupy.cuda.Device().synchronize()
-    mla_decode(*map(Foreign, arguments))  # and lets go of what other tests have left
+    mla_decode(*map(Foreign, arguments))  # also releases other tests' leftovers
     before = pool.used_bytes()
     for _ in range(20):
         cupy.matmul(busy, busy, out=product)

@@ -11,7 +11,7 @@ from mla_cupy.selftest import catalog
 
 #: From the bottom up: a header may include headers of its own folder and of those before it.
 HEADERS = ("common", "ptx", "tile", "trace", "attention")
-#: The folders with kernels: one per family of operations, the probes', and `attention`, whose kernels families share.
+#: The folders with kernels: one per family of operations, the probes', and `attention`, shared by families.
 FAMILIES = tuple(
     dict.fromkeys(kernel.source.partition("/")[0] for kernel in (*KERNELS.values(), *catalog.KERNELS.values()))
 )
@@ -35,7 +35,7 @@ _DEFINED = re.compile(r"^\s*#\s*define\s+(MLA_\w+)", re.MULTILINE)
 
 
 def violations(root: Path, entries: dict[str, str]) -> list[str]:
-    """What breaks the rules; `entries` is source -> entry of every registered kernel."""
+    """Violations of the rules; `entries` is source -> entry of every registered kernel."""
     files = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*.cu*"))}
     found = [f"{source}: registered, but not there" for source in entries if source not in files]
     texts = {name: _COMMENT.sub("", path.read_text()) for name, path in files.items()}
@@ -54,7 +54,7 @@ def includes(text: str) -> list[str]:
 
 
 def namespaces(name: str) -> list[str]:
-    """The namespaces that a file may open: that of its folder and, in a family, one within it for its instructions."""
+    """The namespaces that a file may open: its folder's and, in a family, one within it for its instructions."""
     *folders, stem = name.removesuffix(".cuh").removesuffix(".cu").split("/")
     if folders[0] in ("common", "ptx", "tile", "trace"):
         return ["mla"]

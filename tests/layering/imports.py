@@ -1,4 +1,4 @@
-"""Who imports whom, read from the source: nothing is executed."""
+"""Imports between modules, read from the source: nothing is executed."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _visit(node: ast.AST, *, lazy: bool, typing_only: bool) -> Iterator[Import]:
 
 
 def violations(package: Path) -> list[str]:
-    """What breaks the rules above, as `file:line: ...`."""
+    """Violations of the rules above, as `file:line: ...`."""
     found = []
     for path in sorted(package.rglob("*.py")):
         module = ".".join(path.relative_to(package).with_suffix("").parts).removesuffix("__init__").rstrip(".")

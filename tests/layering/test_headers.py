@@ -24,7 +24,7 @@ KERNEL = b'#include "%s"\nextern "C" __global__ void alone() {}\n'
 
 
 def log_of(header: str, root: Path, arch: str) -> str:
-    """What NVRTC says to a kernel that includes a header and no more; empty if nothing."""
+    """NVRTC's log for a kernel that includes one header; empty if there is none."""
     library = budgets.library(budgets.LINES[0])
     if not library:
         pytest.skip(f"no NVRTC wheel of CUDA {budgets.LINES[0]} is installed")

@@ -1,4 +1,4 @@
-"""Who may know whom, in Python and in CUDA; and that the checks see what they are for."""
+"""Allowed imports, in Python and in CUDA; and the checks find violations."""
 
 from __future__ import annotations
 

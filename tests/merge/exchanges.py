@@ -56,7 +56,7 @@ class Ranks:
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """In the order of the kernel's addresses."""
+        """Arrays in the order of the kernel's addresses."""
         pieces = (self.schedules, self.partial_outs, self.partial_lses)
         return (self.outs, self.lses, self.out, self.lse, *pieces, self.mailboxes, self.states, self.reports)
 

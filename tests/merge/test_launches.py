@@ -1,4 +1,4 @@
-"""What a call of `merge_states` asks of the driver."""
+"""Driver calls of `merge_states`."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_workspaces_are_checked() -> None:
 
 @pytest.mark.usefixtures("_numpy_backend")
 def test_kernels_are_checked(caplog: pytest.LogCaptureFixture) -> None:
-    """By what they accept on some GPU; that they do not run is logged."""
+    """Kernel names are checked against every GPU; the log says that they do not run."""
     choice._say_not_run.cache_clear()
     with pytest.raises(ArgumentError, match=r"did you mean 'decode_sm90_seesaw'\?"):
         mla_cupy.mla_decode(*batch(), scale=SCALE, kernel="decode_sm90_sesaw")

@@ -59,7 +59,7 @@ def test_the_call_is_good_for_the_numpy_backend(operation: Operation, monkeypatc
 def test_outputs_that_overlap_another_array(operation: Operation, place: str) -> None:
     """All pairs of an output and another array, from one address on or in their last 16 bytes; both are named.
 
-    Pairs of which one may be in the other's place overlap in part.
+    Pairs where one may overwrite the other overlap in part.
     """
     if place == "cupy":
         pytest.skip("uploading would separate them")

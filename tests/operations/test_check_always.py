@@ -43,7 +43,7 @@ def test_on_the_cpu() -> None:
 
 
 def test_calls_like_an_earlier_one(recorder: Recorder) -> None:
-    """On a GPU they skip every check otherwise."""
+    """On a GPU repeated calls skip every check otherwise."""
     arrays = batch()
     mla_cupy.mla_decode(*arrays, scale=SCALE)
     recorder.launches.clear()

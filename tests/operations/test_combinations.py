@@ -108,7 +108,7 @@ OF_PLANS = {
     "rows": {},
     **{name: {"record": name, "d_qk": FORMATS[name].d_qk} for name in ("v32", "v32-nope", "v4", "v41")},
 }
-"""What `plan_decode` is told of a part; the others are of single calls."""
+"""Arguments of `plan_decode` for a part; the other options belong to single calls."""
 
 
 def plain(name: str) -> Call:

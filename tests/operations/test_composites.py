@@ -72,7 +72,7 @@ def cascade(**changes: Any) -> dict[str, Any]:
 def test_a_selection_is_checked_as_a_whole(
     changes: dict[str, Any], error: type[Exception], match: str, place: str
 ) -> None:
-    """Sizes in the message are the caller's, not those of a chunk; nothing is written."""
+    """Sizes in the message are the caller's, not a chunk's; nothing is written."""
     if place == "cupy":
         pytest.skip("has no more to say")
     indices, counts = np.full((4, 2), -7, np.int32), np.full(4, -7, np.int32)
@@ -196,7 +196,7 @@ def test_groups_are_checked_on_request(
 
 
 def test_queries_that_do_not_step_evenly_are_copied() -> None:
-    """Of three sequences the first two are a group; two tokens each, in memory for three."""
+    """The first two of three sequences form a group; two tokens each, in memory for three."""
     rng = np.random.default_rng(0)
     q = rng.standard_normal((3, 3, 2, 576)).astype(ml_dtypes.bfloat16)
     table = np.array([[2, 0], [2, 1], [3, 4]], np.int32)

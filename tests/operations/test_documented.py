@@ -68,7 +68,7 @@ def test_pages_of_v4_with_an_odd_number_of_tokens_need_a_gap() -> None:
 
 
 def test_lengths_of_logits_are_clamped_after_the_subtraction() -> None:
-    """Of 9 keys where 4 have room, the last but one of 2 tokens sees 8, clamped to 4: not 4 - 1."""
+    """With 9 keys and room for 4, the last but one of 2 tokens sees 8, clamped to 4: not 4 - 1."""
     q, weights = np.full((1, 2, 1, 32), 0x38, np.uint8), np.ones((1, 2, 1), np.float32)
     cache, seqlens = np.zeros((1, 4, 36), np.uint8), np.array([9], np.int32)
     logits = mla_cupy.indexer_logits_paged(q, cache, weights, seqlens, TABLE)

@@ -67,12 +67,12 @@ class LaidOut(NamedTuple):
 
 
 def layout_of(array: Input) -> str:
-    """As of an output."""
+    """Layout as of an output."""
     return "wide" if array.wide else "rows" if array.contiguous else "any"
 
 
 def lay_out(rng: np.random.Generator, x: Array, array: Input | Output, backwards: float = 0.3) -> LaidOut:
-    """The same values somewhere else, in some other way that the record allows; a part of the axes runs backwards."""
+    """Equal values elsewhere, in another allowed layout; some of the axes run backwards."""
     layout = array.layout if isinstance(array, Output) else layout_of(array)
     if array.even and x.ndim > 1:  # the first two axes as one
         one = lay_out(rng, x.reshape(-1, *x.shape[2:]), replace(array, even=False), backwards)
@@ -155,7 +155,7 @@ def test_decode(seed: int) -> None:
 
 @seeds
 def test_prefill(seed: int) -> None:
-    """With a state, and operands whole or in pieces."""
+    """Prefill with a state, and operands whole or in pieces."""
     case = DenseCase(
         ((3, 5), (2, 2)),
         h_q=4,
@@ -174,7 +174,7 @@ def test_prefill(seed: int) -> None:
 
 @seeds
 def test_prefill_backward(seed: int) -> None:
-    """With the same operands; the results of a merge."""
+    """The backward with the same operands; the results of a merge."""
     case = DenseCase(
         ((3, 5), (2, 2)),
         h_q=4,
@@ -197,7 +197,7 @@ def test_prefill_backward(seed: int) -> None:
 
 @seeds
 def test_prefill_mask(seed: int) -> None:
-    """Indices out of range, twice, and those of another sequence's keys among them."""
+    """Indices out of range, repeated ones, and indices of another sequence's keys."""
     rng = np.random.default_rng([seed, 17])
     call = {
         "indices": rng.integers(-2, 14, (5, 1, 9), np.int32),
@@ -214,7 +214,7 @@ def test_prefill_mask(seed: int) -> None:
 
 @seeds
 def test_prefill_segments(seed: int) -> None:
-    """Padding before, between and behind segments, of which the keys lack one."""
+    """Padding before, between and after segments; the keys lack one."""
     rng = np.random.default_rng([seed, 19])
     names, lengths = np.array([4, 0, 2, 9, -1]), rng.integers(1, 5, (2, 5))
     ids_q, ids_kv = (
@@ -384,7 +384,7 @@ def test_indexer_prepare_k(seed: int) -> None:
 
 
 def in_whole_items(call: dict[str, Any]) -> list[str]:
-    """The arrays that can lie between items: not those of bytes."""
+    """The arrays that can lie between items: not byte arrays."""
     return [name for name, x in call.items() if x.itemsize > 1]
 
 
@@ -426,7 +426,7 @@ def test_layouts_are_told_apart(operation: Operation, recorder: Recorder) -> Non
 
 @pytest.mark.parametrize("operation", each(), ids=lambda operation: operation.name)
 def test_odd_layouts_in_the_simulator(operation: Operation) -> None:
-    """Its arrays lie as far from a multiple of 16 bytes as those of the host do."""
+    """Its arrays have the host arrays' offsets from multiples of 16 bytes."""
     with simulated(2) as target:
         for name in in_whole_items(good_call(operation)):
             for spoil in (off_by_a_byte, stepped_by_bytes):

@@ -22,7 +22,7 @@ from tests.support.operations import SCALE, good_call
 from tests.support.recorder import Recorder
 
 CALLS = 40
-"""Of a session."""
+"""Calls of a session."""
 QUICK, SLOW = 10, 100
 """Sessions in each place."""
 DECODE: Call = {"s_q": 3, "h_q": 4, "max_pages": 4, "page_size": 16, "dtype": "bfloat16"}
@@ -39,7 +39,7 @@ class Planned:
         self.lengths: list[int] | None = None
 
     def assert_serves(self, call: Call, about: str) -> None:
-        """The sizes of a call that was accepted are the plan's, and those of its latest update."""
+        """The sizes of an accepted call are the plan's, and its latest update's."""
         table = call["block_table"]
         assert table.shape[1] == self.made["max_pages"], about
         assert call["kv_cache"].shape[1] == self.made["page_size"], about
@@ -115,7 +115,7 @@ class Session:
             planned.lengths = given.tolist()
 
     def call(self, name: str, about: str) -> None:
-        """With a plan of this kind, or of another, and now and then with one that is none."""
+        """Call with a plan of this kind, or of another, and now and then with something else."""
         operation: Operation = (OPERATIONS if name == "mla_decode" else COMPOSITE_OPERATIONS)[name]
         function = flat(getattr(mla_cupy, name))
         taken = list(inspect.signature(function).parameters)
@@ -163,7 +163,7 @@ def test_plans(sessions: int, on_gpu: bool, request: pytest.FixtureRequest, monk
 @pytest.mark.parametrize("count", numbers(60, 1000))
 @pytest.mark.parametrize("method", ["decode", "merge"])
 def test_context_parallel(method: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group of one, whose results are those of a call without a group, rounded twice."""
+    """A group of one; its results equal a call's without a group, rounded twice."""
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     accepted = 0
     function = getattr(ContextParallel, method)
@@ -205,7 +205,7 @@ def _clean(x: Any) -> Any:
 
 @pytest.mark.parametrize("count", numbers(60, 500))
 def test_groups(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is made of nonsense works, or is refused."""
+    """Groups made of nonsense work, or are refused."""
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     for seed in range(count):
         rng = np.random.default_rng([seed, 18])
@@ -218,7 +218,7 @@ def test_groups(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         if not isinstance(context, Refused) and context.world == 1:
             taken = inspect.signature(context.decode).parameters
             good = {name: x for name, x in good_call(OPERATIONS["mla_decode"]).items() if name in taken}
-            del good["out"]  # as wide as what W_UV gives
+            del good["out"]  # as wide as W_UV's result
             attempt(lambda: context.decode(**good, scale=0.1), ["out_dtype"], (), f"seed {seed}")  # noqa: B023
 
 

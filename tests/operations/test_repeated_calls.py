@@ -25,7 +25,7 @@ operations = pytest.mark.parametrize("operation", each(), ids=lambda operation: 
 
 
 class Counted:
-    """How often an operation's own checks and its pipeline were asked."""
+    """Counters of calls of an operation's own checks and its pipeline."""
 
     def __init__(self, operation: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
         self.configured = self.prepared = self.examined = 0
@@ -58,7 +58,7 @@ def inputs_of(operation: Operation, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def moved(x: Any) -> Any:
-    """The same array elsewhere, at an address of the same alignment."""
+    """An equal array elsewhere, at an address of the same alignment."""
     memory = aligned_bytes(x.nbytes, shift=x.ctypes.data % 256)
     made = memory.view(x.dtype).reshape(x.shape)
     made[...] = x
@@ -436,7 +436,7 @@ def test_plans_of_nonsense(
 
 
 def test_a_plan_for_a_device_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is missing is said: no traceback of an import."""
+    """The error names the missing package, without a traceback of an import."""
     import sys
 
     monkeypatch.setitem(sys.modules, "cupy", None)

@@ -24,7 +24,7 @@ def test_a_result_inside_an_input_is_refused() -> None:
             with pytest.raises(ShapeError, match="out: got memory that overlaps cache"):
                 mla_cupy.cache_gather(cache, slots, out=out)
         assert not gpu.launched
-        mla_cupy.cache_gather(cache, slots, out=pool[TOKENS : TOKENS + 4])  # beside it, in the same array
+        mla_cupy.cache_gather(cache, slots, out=pool[TOKENS : TOKENS + 4])  # next to it, in the same array
         assert gpu.launched
 
 

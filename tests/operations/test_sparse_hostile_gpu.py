@@ -1,4 +1,4 @@
-"""What the GPU's memory holds is not trusted, by either sparse operation: any index, length, start or sink.
+"""Hostile contents of the GPU's memory for both sparse operations: any index, length, start or sink.
 
 Streams and a pool whose memory is handed out again are of the same kind: nothing of one call may reach another.
 """
@@ -41,7 +41,7 @@ def test_indices_out_of_range_are_no_rows(run: SparseRun, index: int) -> None:
     inputs.indices[0, :] = index  # nothing is left
     inputs.indices[2, 3:70] = index
     inputs.indices[3, -1] = index
-    inputs.indices[4, :-1] = index  # one is left, unless it is none itself
+    inputs.indices[4, :-1] = index  # one valid entry is left, unless `index` is invalid
     run.check(inputs)
 
 
@@ -122,7 +122,7 @@ def test_streams_and_a_pool_churner(run: SparseRun, how: str) -> None:
 
 
 def test_repeated_calls_with_a_workspace(run: SparseRun) -> None:
-    """The same numbers with the caller's memory, which is dirty, as without; nothing is allocated."""
+    """Equal results with the caller's dirty memory; nothing is allocated."""
     import cupy
 
     import mla_cupy

@@ -1,4 +1,4 @@
-"""How many files of the package a repeated call goes through, from the public function to the driver.
+"""Number of files of the package that a repeated call runs, from the public function to the driver.
 
 The recorder stands in for the driver, which is a file of the package itself on a GPU.
 """
@@ -97,7 +97,7 @@ def test_the_first_call_is_longer(recorder: Recorder) -> None:
 
 @pytest.mark.gpu
 def test_calls_on_a_gpu(gpu: object) -> None:
-    """With CuPy's arrays, and to the driver's own file."""
+    """Calls with CuPy's arrays, down to the driver's own file."""
     from tests.support.gpu import upload
 
     for operation in each():

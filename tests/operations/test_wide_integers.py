@@ -60,7 +60,7 @@ def test_numpy_backend(operation: Operation, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def said(launch: Launched, arrays: dict[str, Any]) -> tuple[Any, ...]:
-    """What a launch has been told, but for the addresses of memory of its own."""
+    """Arguments of a launch, except the addresses of its own memory."""
     known = {x.__array_interface__["data"][0] for x in arrays.values()}
     names = launch.params.dtype.names
     return (
@@ -136,7 +136,7 @@ def test_plans_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lower_halves() -> None:
-    """Of any strides."""
+    """Lower halves of arrays with any strides."""
     x = np.arange(24).reshape(4, 6)[::-2, 1::3]
     view = schema.low_words(mla_cupy.arrays.NUMPY.view(x))
     assert (view.dtype, view.shape, view.strides) == ("int32", (2, 2), (-24, 6))

@@ -39,7 +39,7 @@ def test_workspace_bytes_asks_for_nothing(operation: Operation, recorder: Record
 
 @operations
 def test_nothing_is_allocated(operation: Operation, recorder: Recorder) -> None:
-    """By the first call and by those that repeat it; every part of the workspace lies in it."""
+    """Neither the first call nor repeated ones allocate; every part of the workspace lies in it."""
     call = good_call(operation)
     nbytes = needed(operation, call)
     memory = aligned_bytes(nbytes)
@@ -165,6 +165,6 @@ def test_what_the_workspace_holds_does_not_matter(operation: Operation) -> None:
         assert (whole[:256] == fill).all()
         assert (whole[256 + nbytes :] == fill).all()
         found.append([call[name].tobytes() for name in output_names(operation)])
-    if operation.name != "sparse_mla_backward":  # whose sums have no fixed order
+    if operation.name != "sparse_mla_backward":  # its sums have no fixed order
         assert found[0] == found[1]
     assert all(len(x) > 0 for x in found[0])

@@ -22,7 +22,7 @@ class States(NamedTuple):
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """By name."""
+        """Arrays by name."""
         return self._asdict()
 
 

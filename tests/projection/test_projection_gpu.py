@@ -68,7 +68,7 @@ def test_results_without_an_lse(gpu: object, b: int, s_q: int, h: int, d_head: i
 @pytest.mark.parametrize(("b", "h"), [(1, 128), (4, 128), (16, 128), (64, 16), (1, 16), (5, 96)])
 @pytest.mark.parametrize("plan", [None, {}, {"batch_invariant": True, "split_tokens": 512}], ids=str)
 def test_decode(gpu: object, b: int, h: int, plan: dict[str, Any] | None) -> None:
-    """In a graph, replayed over what the first call has left."""
+    """A graph, replayed over the first call's leftovers."""
     import cupy
 
     case = DecodeCase(b=b, h_q=h, seqlens="ragged-3000")

@@ -40,7 +40,7 @@ TWO_TILES = DecodeCase(b=2, s_q=35, seqlens=(50, 40), h_q=1)
 
 
 def check_states(given: States, sm_count: int, mode: tuple[str, int] = ("early", 0), **options: Any) -> None:
-    """In float32, against the oracle with latents rounded; one flip is a unit of 16 bits of one latent."""
+    """Compare in float32 with the oracle's rounded latents; one flip is a unit of 16 bits of one latent."""
     dtype = given.w_uv.dtype.name
     with simulated(sm_count, mode=mode[0], seed=mode[1]) as driver:
         out, lse = mla_cupy.merge_project(**given.arrays, out_dtype="float32", **options)
@@ -166,7 +166,7 @@ def check_decode(
     d_head: int = 128,
     **options: Any,
 ) -> list[str]:
-    """With W_UV and a gate, in the dtype of the queries; `plan` are its options, `last` is the kernel that projects."""
+    """Check W_UV and a gate, in the dtype of the queries; `plan` holds its options, `last` is the projecting kernel."""
     inputs, rng = make(case), np.random.default_rng(3)
     _, w_uv = kv_b_proj(rng, case.h_q, 128, d_head, case.dtype)
     gate = rng.standard_normal((case.b, case.s_q, case.h_q, d_head)).astype(w_uv.dtype)

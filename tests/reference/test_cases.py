@@ -54,7 +54,7 @@ def test_strides(case: DecodeCase) -> None:
         assert aligned == (case.strides != "odd")
     assert inputs.block_table.strides[-1] == inputs.block_table.itemsize
     assert inputs.block_table.flags.c_contiguous == (case.strides == "dense")
-    if case.strides != "dense":  # the gap beside the first row of q is poison too
+    if case.strides != "dense":  # the gap next to the first row of q is poison, too
         row = np.lib.stride_tricks.as_strided(inputs.q, (D_QK + 1,), (itemsize,))
         assert np.isnan(np.float32(row[D_QK]))
 

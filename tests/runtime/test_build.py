@@ -69,7 +69,7 @@ def test_record(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc) -> None:
 
 
 def test_a_virtual_target_has_ptx_alone(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc) -> None:
-    """The same PTX and facts as the whole build has, for the simulator."""
+    """PTX and facts equal the whole build's, for the simulator."""
     whole, made = (compile_kernel(each, nvrtc_line) for each in (TINY_REQUEST, TINY_REQUEST.as_virtual()))
     assert (made.cubin, made.facts, made.info["registers"]) == (b"", whole.facts, 0)
     assert made.ptx == whole.ptx
@@ -100,7 +100,7 @@ def test_serialisation_is_refused(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc) -> No
 
 
 def test_tensor_memory_can_be_checked(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Blackwell; such a build is meant to be slow, and may spill."""
+    """Such a build for Blackwell is meant to be slow, and may spill."""
     monkeypatch.setenv("MLA_CUPY_TMEM_CHECK", "1")
     for arch, checked in (("sm_90a", False), ("sm_100a", True), ("sm_103a", True)):
         info = compile_kernel(replace(TINY_REQUEST, arch=arch), nvrtc_line).info
@@ -116,7 +116,7 @@ def test_debug_builds(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc, monkeypatch: pyte
 
 
 def test_mixed_groups_are_refused(cuda_src: Path, nvrtc_line: nvrtc.Nvrtc) -> None:
-    """By NVRTC 13's ptxas, or else by us: NVRTC 12.9 would take it."""
+    """NVRTC 13's ptxas refuses them, or else we do: NVRTC 12.9 would accept them."""
     text = """extern "C" __global__ void mla_bad() {
         asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;");
         asm volatile("tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;");

@@ -98,7 +98,7 @@ def test_a_broken_cubin_is_no_entry(cuda_src: Path, harm: Callable[[bytes], byte
 
 
 def test_ptx_alone_is_that_of_a_virtual_target(cuda_src: Path) -> None:
-    """What has no image is never taken for a build that the driver can load, nor the other way round."""
+    """A build without an image is never used as one that the driver can load, nor the other way round."""
     whole, virtual = tiny_build(), compile_kernel(TINY_REQUEST.as_virtual())
     assert build_info.problem({**virtual.info, "image_key": "key"}, b"", virtual.ptx) == ""
     for info, cubin in ((whole.info, b""), (virtual.info, whole.cubin)):

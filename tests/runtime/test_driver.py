@@ -103,7 +103,7 @@ assert (seen.launches, seen.pushes, seen.pops) == (2, 2, 2)
 
 
 def test_a_prepared_launch_can_be_repeated(with_fake_cuda: Callable[[str], None]) -> None:
-    """On another stream and with other arguments; other launches keep theirs."""
+    """A repetition on another stream and with other arguments; other launches keep theirs."""
     with_fake_cuda("""
 first = cuda.prepare(kernel, (3, 1, 1), (128, 1, 1), (1, 1, 1), 0, args, True)
 other = cuda.prepare(kernel, (4, 1, 1), (64, 1, 1), (1, 1, 1), 16, args, False)

@@ -28,7 +28,7 @@ int nvmlSystemGetDriverVersion(char* version, unsigned size) { version[0] = 0; r
 
 @pytest.fixture
 def hopper_library(shared_library: Callable[[str, str], Path]) -> str:
-    """With a replacement of NVML that shows a Hopper GPU, so that an import starts to compile."""
+    """A replacement of NVML that shows a Hopper GPU, so that an import starts to compile."""
     return str(shared_library(NVML, "libnvidia-ml.so.1").parent)
 
 
@@ -47,7 +47,9 @@ def hopper_library(shared_library: Callable[[str, str], Path]) -> str:
     ids=lambda wrong: ",".join(wrong),
 )
 def test_import_survives(fresh: Path, python: Python, hopper_library: str, wrong: dict[str, str]) -> None:
-    """With warnings as errors; the fixture's sources hold none of the package's kernels, so nothing is compiled."""
+    """Import with warnings as errors; the fixture's sources hold none of the package's kernels, so nothing is
+    compiled.
+    """
     settings = {"MLA_CUPY_JIT": "import", "LD_LIBRARY_PATH": hopper_library, "CUDA_VISIBLE_DEVICES": "0", **wrong}
     done = python("import mla_cupy", **settings)
     assert (done.returncode, done.stderr) == (0, "")

@@ -42,7 +42,7 @@ def content_of(path: Path) -> bytes:
 
 
 def fields_of(path: Path) -> dict[str, Any]:
-    """Of build info that an earlier change has left one."""
+    """Fields of build info, if an earlier change has left any."""
     content = content_of(path)
     if content.count(b"[") + content.count(b"{") > 1000 or not isinstance(fields := json.loads(content), dict):
         raise ValueError("nothing to change")

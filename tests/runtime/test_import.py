@@ -1,4 +1,4 @@
-"""What importing must not do: load CuPy, CUDA or a driver, or compile in this process."""
+"""Import must not load CuPy, CUDA or a driver, nor compile in this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODULES = (
 
 @pytest.mark.parametrize("module", ["mla_cupy", "mla_cupy.cli", *(f"mla_cupy.runtime.{name}" for name in MODULES)])
 def test_import_is_light(python: Python, shared_library: Callable[[str, str], Path], module: str) -> None:
-    """With a libcuda in reach, so that loading it would show."""
+    """A libcuda is in reach, so that loading it would show."""
     library = shared_library("#include <stdlib.h>\nint cuInit(unsigned flags) { abort(); }\n", "libcuda.so.1")
     code = f"""
 import sys

@@ -1,4 +1,4 @@
-"""What error messages say to install: what setup.cfg asks for, by names that are NVIDIA's and CuPy's."""
+"""Install commands in error messages match setup.cfg, by NVIDIA's and CuPy's names."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_the_remedy_is_the_extra(extra: str) -> None:
         assert f'"{requirement}"' in remedies.INSTALL_CUPY
 
 
-#: The package or the simulator as an index would know it: an installer's argument, or a name with extras. Paths to a
-#: checkout or a wheel file are none.
+#: The package or the simulator by its name in an index: an installer's argument, or a name with extras. Paths to a
+#: checkout or a wheel file do not match.
 NAMED = re.compile(
     r"\b(?:pipx? (?:install|download|wheel|run)|uv (?:add|(?:pip|tool) install)|uvx|(?:conda|mamba) install|poetry add)"
     r"\b[^`\n&;]*(?<![\w./-])(?:mla[_-]cupy|ptxsim)(?![\w/-])"

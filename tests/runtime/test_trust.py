@@ -127,7 +127,7 @@ def test_an_entry_that_others_could_have_written_is_built_again(entry: Path, fil
     if fault == "link":
         assert cache.read(entry) is None
     else:
-        with pytest.warns(RuntimeWarning, match=r"are not used, since what is there .*: they are built again"):
+        with pytest.warns(RuntimeWarning, match=r"are ignored, since a path .*: they are rebuilt"):
             assert cache.read(entry) is None
         assert cache.read(entry) is None  # a second warning would be an error
     assert loader.obtain(TINY_REQUEST).cubin == tiny_build().cubin
@@ -176,7 +176,7 @@ def test_prebuilt_images_belong_to_the_owner_of_their_directory(entry: Path, mon
 
 @pytest.mark.parametrize("file", ["kernel.cubin", "kernel.ptx", "info.json", ""])
 def test_a_fifo_is_no_file(entry: Path, python: Python, file: str) -> None:
-    """In another process, since opening one would wait for ever."""
+    """Opened in another process, since opening a FIFO waits for ever."""
     path = entry / file
     path.rename(entry.parent.parent / "away")
     os.mkfifo(path)

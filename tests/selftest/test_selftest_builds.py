@@ -56,7 +56,7 @@ def test_compiles_and_fits(name: str, line: int) -> None:
 
 
 def test_every_variant_is_used() -> None:
-    """For Blackwell; and each source is one that the kernels could share headers with."""
+    """Every variant for Blackwell is used; and the kernels could share headers with each source."""
     used = {(spec.name, request.label) for _, request, spec in REQUESTS if request.arch == "sm_100a"}
     assert used == {(spec.name, str(variant)) for spec in catalog.KERNELS.values() for variant in spec.variants}
     for spec in catalog.KERNELS.values():

@@ -134,7 +134,7 @@ def test_without_nvrtc_it_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: C
 
 @pytest.mark.gpu
 def test_on_hopper(hopper: DeviceInfo, tmp_path: Path) -> None:
-    """For real: instructions and one block of each kernel."""
+    """Real run: instructions and one block of each kernel."""
     path = tmp_path / "report.json"
     assert cli.main(["selftest", "--arch", "sm_90a", "--probes", "[bcrs]*", "--json", str(path)]) == 0
     written = json.loads(path.read_text())

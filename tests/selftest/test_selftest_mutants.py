@@ -107,7 +107,7 @@ def plain(rows: int) -> Any:
     return np.arange(rows * layouts.SW128_COLUMNS).reshape(rows, -1)
 
 
-#: What is expected instead -> where, by what name, and which probes must see that.
+#: Wrong expectation -> module, attribute, and probes that must detect it.
 EXPECTATIONS: tuple[tuple[Any, Any, str, tuple[str, ...], tuple[str, ...]], ...] = (
     (upper_lanes_too, mma, "sum_cells", (S32, DP32, "mma/bfloat16/s-and-dp-n32"), (DKV32,)),
     (parts_exchanged, mma, "sum_cells", ("mma.ws/*/s-m32n64", "mma.ws/*/dq-m64n256"), (S32,)),

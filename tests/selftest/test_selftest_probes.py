@@ -79,7 +79,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def every(name: str) -> int:
-    """Of how many probes like this an ordinary run has one.
+    """Number of probes of a kind per probe in an ordinary run.
 
     Those that call a kernel reach what its own tests reach: each sixth runs.
     """
@@ -87,7 +87,7 @@ def every(name: str) -> int:
 
 
 def takes_turns(arch: str, mode: str, index: int, one_of: int) -> bool:
-    """Whether an ordinary run has a probe here: one of so many is in one of the runs of its generation of GPUs."""
+    """True if an ordinary run has a probe here: probes take turns over the runs of a generation of GPUs."""
     hopper = arch in HOPPER
     alike = [run[:2] for run in RUNS if (run[0] in HOPPER) == hopper]
     turn, place = divmod(index, len(alike))
@@ -138,7 +138,7 @@ def test_what_there_must_be() -> None:
             "M 64 N 32 K 64, A MN-major, B K-major, lane 16",
             "M 64 N 64 K 64, A MN-major, B K-major, lane 16",
         ):
-            for more in ("", ", added to what is there"):
+            for more in ("", ", accumulated"):
                 assert [x for x in about if dtype in x and about[x] == f"tcgen05.mma: {text}{more}"], (dtype, text)
         for m, n in ((32, 64), (32, 256), (64, 64), (64, 256)):
             assert [x for x in about if dtype in x and f"mma.ws: M {m} N {n} " in about[x]], (dtype, m, n)

@@ -190,7 +190,7 @@ def children(start: str = "", **options: float) -> Children:
 
 
 def test_bad_code_costs_one_probe_each() -> None:
-    """What hangs or dies is said, and the next probe gets a child of its own; good ones share theirs."""
+    """A probe that hangs or dies is reported, and the next one gets a new child; good probes share theirs."""
     many = children()
     try:
         good = [many.run(Fake("one")), many.run(Fake("two"))]

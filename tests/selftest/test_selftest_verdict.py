@@ -1,4 +1,4 @@
-"""Which kernels a run admits and withdraws, and that a simulated run admits none."""
+"""Kernels that a run admits and withdraws; a simulated run admits none."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_cache_that_cannot_be_written(machine: DeviceInfo, monkeypatch: pytest
 def test_the_command_records_and_reports(
     machine: DeviceInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On what it takes for a GPU; `mla-cupy info` shows it before and after."""
+    """The command records and reports on a simulated GPU; `mla-cupy info` shows it before and after."""
     assert cli.main(["info"]) == 0
     told = " ".join(capsys.readouterr().out.split())  # one line of several
     (said,) = re.findall(r"NVIDIA B200: `mla-cupy selftest` has not admitted ((?:\w+, )*\w+)\.", told)
@@ -186,7 +186,7 @@ PROBLEM = SparseBackwardProblem(5, 300, 64, 64, 576, "bfloat16")
 def test_an_unproven_kernel_is_chosen_only_where_it_is_admitted(
     machine: DeviceInfo, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where it is not the next one runs, which is said once; and it runs wherever it is named."""
+    """An unadmitted kernel is replaced by the next one, with one warning; it still runs by name."""
     choice._say_waiting.cache_clear()
     with caplog.at_level(logging.WARNING, "mla_cupy"):
         assert SPARSE_BACKWARD.configure(PROBLEM, machine, KERNEL).kernel.name == KERNEL

@@ -35,7 +35,7 @@ def hostile_index(call: Call) -> None:
 
 
 def many_additions(call: Call) -> None:
-    """65536 * 65536 slots, each of which adds once. Nothing of that size is allocated."""
+    """65536 * 65536 slots that add once each. Nothing of that size is allocated."""
     wide = {
         name: np.broadcast_to(call[name][:1], (65536, *call[name].shape[1:])) for name in ("q", "out", "dout", "lse")
     }

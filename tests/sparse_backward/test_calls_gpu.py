@@ -65,7 +65,7 @@ def test_results_in_given_views(kernel: str, dkv_dtype: str, deterministic: bool
     dq.fill(7)
     dkv.fill(7)
     for whole in on_host((whole_dq, whole_dkv)):
-        assert (whole.astype(np.float32) == 7).all()  # nothing was written beside them
+        assert (whole.astype(np.float32) == 7).all()  # nothing was written outside them
 
 
 @pytest.mark.parametrize("options", [{"lse_base": "2"}, {"scale": 0.01}, {"scale": 0.2, "lse_base": "2"}], ids=str)
@@ -109,7 +109,7 @@ def test_deterministic_repeats_are_bit_identical(gpu: DeviceInfo, kernel: str) -
     different = cupy.zeros(3, cupy.int64)
     other = cupy.cuda.Stream(non_blocking=True)
     for repeat in range(300):
-        with other:  # work beside the calls, in memory of its own arena, so that blocks come in another order
+        with other:  # other work during the calls, in its own arena, so that blocks run in another order
             load = cupy.ones(1 << (10 + repeat % 12), cupy.float32)
             load *= 2
         again = flat(mla_cupy.sparse_mla_backward)(*arguments, **options)
@@ -163,7 +163,7 @@ def test_nan_stays_with_the_queries_that_see_it(kernel: str, where: str, determi
     assert np.isnan(dq[5, 9].astype(np.float32)).all()
     assert np.isfinite(dkv[~spoiled]).all()
     np.testing.assert_allclose(dkv[~spoiled], clean[1][~spoiled], rtol=0, atol=1e-4 * np.abs(clean[1]).max())
-    # The lse is still that of numbers: a NaN in a row spoils the weights of this row only.
+    # The lse is still finite: a NaN in a row spoils the weights of this row only.
     assert np.isnan(dkv[row] if where == "kv" else dkv[spoiled]).all()
 
 

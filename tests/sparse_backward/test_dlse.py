@@ -26,7 +26,7 @@ def loss(arrays: dict[str, Array], indices: Array, weights: tuple[Array, Array],
 @pytest.mark.parametrize("lse_base", ["e", "2"])
 @pytest.mark.parametrize("sink", [None, (0.3, 2.0), (25.0, -np.inf)], ids=str)
 def test_differences_of_the_forward(lse_base: str, sink: tuple[float, ...] | None) -> None:
-    """In float64, by every element of q, of kv and of the sinks."""
+    """Differences in float64, for every element of q, of kv and of the sinks."""
     rng = np.random.default_rng(0)
     indices = rng.integers(0, 9, (3, 6))
     indices[1], indices[2, 3:] = -1, -1  # a query without a row, and one with few
@@ -72,7 +72,7 @@ def test_what_nothing_flows_through() -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_base_two_and_a_sink_that_takes_nearly_all(deterministic: bool) -> None:
-    """The bounds of a deterministic call are those of the products, not of their large factor."""
+    """The bounds of a deterministic call bound the products, not their large factor."""
     case = SparseCase(s_q=3, s_kv=30, h_q=3, topk=20, invalid=0.0, sink=True, dlse=True)
     inputs = make(case)
     inputs.attn_sink[:] = 12, -np.inf, 25
@@ -135,7 +135,7 @@ def test_the_rule_sees_it() -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("dtype", "kernel"), [("float16", "sm90"), ("bfloat16", "sm90"), ("float16", "generic")])
 def test_rows_beneath_a_sink(dtype: str, kernel: str) -> None:
-    """As documented: where a sink is far above the scores, float16 on tensor cores has no dq; others keep it."""
+    """As documented: with a sink far above the scores, float16 on tensor cores has no dq; other kernels keep it."""
     heads = 64 if kernel == "sm90" else 3
     inputs = make(SparseCase(s_q=1, s_kv=20, h_q=heads, topk=8, invalid=0.0, sink=True, dtype=dtype))
     _, lse, _ = reference.sparse_mla_forward(*inputs.arguments, **inputs.options)

@@ -48,7 +48,7 @@ def test_deterministic_matches_oracle(gpu: DeviceInfo, case: SparseCase, kernel:
 @pytest.mark.parametrize("case", ODD_STRIDES, ids=lambda case: case.id)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_any_strides(gpu: DeviceInfo, case: SparseCase, deterministic: bool) -> None:
-    """What the fast kernels cannot take falls to the generic one."""
+    """Strides that the fast kernels do not support run the generic one."""
     run_and_check(make(case), deterministic=deterministic)
 
 
@@ -98,7 +98,7 @@ def test_the_rule_has_teeth(gpu: DeviceInfo, deterministic: bool) -> None:
 
 
 def remembering(inputs: SparseInputs, **known: Any) -> SparseInputs:
-    """The same inputs, but what they would compute when first asked is given."""
+    """Inputs with cached oracle results."""
     changed = replace(inputs)
     changed.__dict__.update(known)
     return changed

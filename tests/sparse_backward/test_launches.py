@@ -1,4 +1,4 @@
-"""What the public sparse backward asks the driver for: kernels, records, memory; no CUDA is needed."""
+"""Driver calls of the public sparse backward: kernels, records, memory; no CUDA is needed."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def test_the_fastest_kernel_that_fits_is_the_default(gpu: DeviceInfo, h_q: int, 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_build_for_17_to_32_heads(deterministic: bool) -> None:
-    """Of the Hopper kernel; its results are complete with so many heads only."""
+    """The Hopper kernel's build for 17 to 32 heads; its results are complete for these numbers only."""
     for h_q, max_heads in ((1, 64), (16, 64), (17, 32), (32, 32), (33, 64), (64, 64), (160, 64)):
         problem = SparseBackwardProblem(5, 300, h_q, 64, 576, "bfloat16", deterministic=deterministic)
         build = sm90.variant(problem, H200)
@@ -346,7 +346,7 @@ def test_tensor_maps(recorder: Recorder, kernel: str, d_qk: int) -> None:
 
 
 def backwards(x: Array) -> Array:
-    """The same array of axes of size 1, with strides that no map could have."""
+    """An equal array with axes of size 1, and strides that no tensor map supports."""
     return np.lib.stride_tricks.as_strided(x, strides=(-2,) * (x.ndim - 1) + (2,))
 
 

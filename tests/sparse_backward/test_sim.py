@@ -31,7 +31,7 @@ HOPPER = on_hopper(BACKWARD_KERNELS)
 GENERIC = "sparse_backward_generic"
 MMA = mma.KERNEL.name
 ALL = (GENERIC, *HOPPER, *BLACKWELL, MMA)
-#: One of each source, but for what runs on request only: the others are as long, and test_kernels has them.
+#: One kernel per source, except those that run on request: the others take equally long, and test_kernels has them.
 EACH_SOURCE = [
     *(pytest.param(kernel, marks=[pytest.mark.slow] if kernel in BLACKWELL[1:] else []) for kernel in ALL),
     pytest.param(MMA, id=f"{MMA}-99kb", marks=[pytest.mark.slow, pytest.mark.in_99kb]),
@@ -88,7 +88,7 @@ def _pairwise() -> Iterator[tuple[SparseCase, str, tuple[str, int], bool]]:
 
 
 def _parameters() -> Iterator[Any]:
-    """Of that with mma.sync, the sizes of shared memory take turns, too."""
+    """Parameters; for mma.sync, the sizes of shared memory alternate, too."""
     for case, kernel, (mode, seed), deterministic in _pairwise():
         if takes(kernel, case, deterministic):
             in_99kb = kernel == MMA and CASES.index(case) % 2 == 1
@@ -126,7 +126,7 @@ def test_kernels(case: SparseCase, kernel: str, mode: tuple[str, int], determini
 
 
 def with_heads(kernel: str, case: SparseCase) -> SparseCase:
-    """The case, or the same with as many heads as the kernel asks for."""
+    """The case, or the case with the kernel's number of heads."""
     return case if takes(kernel, case) else replace(case, h_q=70)
 
 
@@ -141,7 +141,7 @@ def with_heads(kernel: str, case: SparseCase) -> SparseCase:
     ],
 )
 def test_lists_that_are_sorted(sm_count: int, kernel: str) -> None:
-    """As they are where the sums do not fit in L2; the blocks then keep in step, if the kernel has them do so."""
+    """Lists are sorted if the sums do not fit in L2; the blocks then keep in step, if the kernel supports it."""
     inputs = make(with_heads(kernel, SparseCase(s_q=4, s_kv=150, h_q=2, topk=70)))
     with simulated(sm_count, cc_of(kernel), mode="random", seed=5, l2_bytes=1 << 10) as target:
         got = flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.options, kernel=kernel)
@@ -185,7 +185,7 @@ def test_base_two_and_a_scale(kernel: str) -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", [one for one in EACH_SOURCE if one.values[0] in DETERMINISTIC])
 def test_deterministic_gradients_are_the_same_bits(kernel: str) -> None:
-    """In every order of the additions, which the modes change; and close to the sums of plain additions."""
+    """Equal bits in every order of the additions, which the modes change; and close to plain sums."""
     inputs = make(with_heads(kernel, SparseCase(s_q=3, s_kv=20, h_q=9, topk=24, sink=True)))
     once, again = (
         run(inputs, kernel, mode, deterministic=True, dkv_dtype="float32") for mode in (("late", 0), ("random", 7))
@@ -207,7 +207,7 @@ ONE_HEAD = SparseCase(s_q=2, s_kv=40, h_q=1, topk=20, invalid=0.0)
     "kernel", in_both_sizes(name for name in DETERMINISTIC if takes(name, ONE_HEAD, deterministic=True))
 )
 def test_numbers_below_the_finest_level_are_rounded_away(kernel: str) -> None:
-    """Where a row has next to no weight, a deterministic call finds 0, within its rule; a plain one does not."""
+    """A deterministic call returns 0 for rows of tiny weight, within its rule; a plain call does not."""
     inputs = make(ONE_HEAD)
     inputs.q[:] = 3 * inputs.q
     plain, exact = (run(inputs, kernel, dkv_dtype="float32", deterministic=one) for one in (False, True))
@@ -280,7 +280,7 @@ def test_nothing_to_do(sizes: tuple[int, int, int], deterministic: bool) -> None
 
 
 def test_a_query_without_a_row_adds_nothing_to_the_sinks_gradient() -> None:
-    """Its lse may be finite, as that of attention to more keys is."""
+    """Its lse may be finite, as for attention to more keys."""
     inputs = make(SparseCase(s_q=2, s_kv=30, h_q=2, topk=4, sink=True, strides="dense", invalid=0.0))
     q, kv, out, dout, lse, indices = inputs.backward_arguments
     indices[1] = -1
@@ -306,7 +306,7 @@ def launch(target: SimDriver, step: Launch, **arrays: Any) -> None:
     ("order", "function"), [(DkvOrder.SM90, "dkv_position"), (DkvOrder.SM100, "dkv_position_sm100")]
 )
 def test_dims_come_back_into_their_order(d_qk: int, num_bins: int, order: DkvOrder, function: str) -> None:
-    """From the order that a main kernel adds them up in, as the header has it; the bins are added up."""
+    """Dims return from a main kernel's order of additions, as in the header; the bins are added up."""
     header = sources.gather("sparse_backward/params.cuh")["sparse_backward/params.cuh"].decode()
     (formula,) = re.findall(rf"i32 {function}\(i32 dim\) \{{\s*return (.*?);\s*\}}", header, re.DOTALL)
     # C's choice is Python's, the other way round.
@@ -345,7 +345,7 @@ def test_bins_leave_room_for_all_numbers(largest: float) -> None:
 
 
 def test_exact_additions_in_any_order() -> None:
-    """What the mathematics of the header promises, in NumPy: no bit depends on the order, and little is lost."""
+    """The header's guarantees in NumPy: no bit depends on the order, and little is lost."""
     rng = np.random.default_rng(0)
     numbers = (rng.standard_normal(3000) * 10.0 ** rng.uniform(-6, 0, 3000)).astype(np.float32)
     bound, bits = np.float32(8), 23 - 12

@@ -58,7 +58,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         # Modes and determinism take turns; the first three modes come most often.
         turns = [MODES[i % 3] if i % 2 else MODES[2 + i // 2 % 20] for i in range(len(pairs))]
         chosen = [(*pair, mode, i % 5 == 2) for i, (pair, mode) in enumerate(zip(pairs, turns, strict=True))]
-        # With one head, rows with next to no weight have gradients below what exact additions keep beside the largest.
+        # With one head, rows of tiny weight have gradients below the precision of exact additions.
         chosen = [(case, *rest, exact and case.h_q > 1) for case, *rest, exact in chosen]
         ids = [
             f"{case.id}-{kernel}-{mode}{seed}{'-deterministic' if deterministic else ''}"
@@ -97,7 +97,7 @@ def test_sinks(kernel: str, sink: float) -> None:
 
 
 def make_consistent(inputs: SparseInputs) -> SparseInputs:
-    """`out` is that of the sinks as they are now."""
+    """`out` belongs to the current sinks."""
     out, lse, _ = mla_cupy.reference.sparse_mla_forward(*inputs.arguments, **inputs.options)
     inputs.out[...] = out.astype(inputs.out.dtype)
     inputs.lse[...] = lse.astype(inputs.lse.dtype)
@@ -107,7 +107,7 @@ def make_consistent(inputs: SparseInputs) -> SparseInputs:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("cc", [(10, 0), (10, 3)], ids=str)
 def test_default_kernel(cc: tuple[int, int]) -> None:
-    """Tiles of 32 keys, for every call that has 16-byte steps; the cubin is that of the GPU."""
+    """Tiles of 32 keys, for every call with 16-byte steps; the cubin is the GPU's."""
     inputs = make(SparseCase(s_q=2, s_kv=90, h_q=3, topk=40))
     with simulated(2, cc) as target:
         got = flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.options)

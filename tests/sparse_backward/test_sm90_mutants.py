@@ -37,7 +37,7 @@ def run(case: SparseCase, deterministic: bool = False, mode: tuple[str, int] = (
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("h_q", [4, 16, 17, 32, 33, 49])
 def test_numbers_of_heads(h_q: int, deterministic: bool) -> None:
-    """On both sides of where another build begins, or fewer products."""
+    """Numbers of heads on both sides of each switch to another build or to fewer products."""
     run(with_heads(h_q), deterministic)
 
 

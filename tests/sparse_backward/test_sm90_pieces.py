@@ -28,7 +28,7 @@ SUM_SOURCE = "sparse_backward_dq_pieces"
 ALL_CUT = SparseCase(s_q=1, s_kv=200, h_q=4, topk=130, invalid=0.0)
 #: Two queries as they are, one in two pieces of two tiles; delta comes before, since there are sinks.
 LAST_CUT = SparseCase(s_q=3, s_kv=200, h_q=20, topk=200, lengths=True, sink=True)
-#: Lists of all lengths, of which a third to two thirds of the pieces have no key.
+#: Lists of all lengths; a third to two thirds of the pieces have no key.
 SHORT = SparseCase(s_q=2, s_kv=150, h_q=3, topk=190, causal=True, invalid=0.6, dtype="float16")
 
 

@@ -1,4 +1,4 @@
-"""Calls of `sparse_mla_decode` on caches of which all but the selected tokens is poison."""
+"""Calls of `sparse_mla_decode` on caches with poison in all tokens that are not selected."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def indices(rng: np.random.Generator, held: Array, room: int, shape: tuple[int, 
 
 
 def format_of_keys(case: SparseDecodeCase) -> str:
-    """What the kernels with tensor cores round keys and weights to."""
+    """Format to which the tensor-core kernels round keys and weights."""
     return "float16" if case.record in ("v32", "v32-nope") else case.dtype
 
 
@@ -191,7 +191,7 @@ def check_call(
     kernel: str | None,
     out_dtype: str = "float32",
 ) -> None:
-    """The same for other arguments than the case's own; without a kernel, by the one that is chosen, on Hopper."""
+    """Check with other arguments than the case's own; without a kernel name, with Hopper's choice."""
     options = {"lse_base": case.lse_base, "empty_lse": 7.0}
     exact = reference.sparse_mla_decode(**call, **options)
     given = {name: to(x) if isinstance(x, np.ndarray) else x for name, x in call.items()}

@@ -57,7 +57,7 @@ def same(x: Any) -> Any:
 
 
 def compare(case: SparseDecodeCase, to: Callable[[Any], Any], back: Callable[[Any], Array]) -> None:
-    """A call's results, in both dtypes, are as exact as those of the oracle that rounds."""
+    """A call's results, in both dtypes, are as exact as the rounding oracle's."""
     call = inputs_of(case)
     exact = reference.sparse_mla_decode(**call)
     rounded = reference.sparse_mla_decode(**call, rounding=case.dtype)

@@ -76,7 +76,7 @@ def test_shorter_tokens_without_rope(kernel: str) -> None:
         np.testing.assert_array_equal(mine, expected)
 
 
-#: Those of V4.1: each in one mode. More of the seesaw, which takes longer, are slow.
+#: V4.1 runs, each in one mode. Further runs of the seesaw take longer and are marked slow.
 V41_RUNS = [
     (kernel, case)
     for kernel in ON_HOPPER
@@ -162,7 +162,7 @@ def test_cuts_may_be_anywhere(kernel: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def merge_equal_pieces(pieces: int) -> None:
-    """Two queries of as many tiles, each in a piece of its own; the last tiles of the second hold no token."""
+    """Two queries with equally many tiles, each in a separate piece; the last tiles of the second hold no token."""
     case = SparseDecodeCase(b=2, h_q=3, topk=64 * pieces, sink=True, sm_count=2 * pieces)
     call = make(case)
     call["indices"][1, :, 70:] = -1

@@ -55,7 +55,7 @@ def test_before_hopper() -> None:
 
 
 def test_the_oracle_turns_by_the_inverse() -> None:
-    """Turned forth again, results are those of a call without."""
+    """Turned forth again, results equal a call's without turning."""
     call = make(SparseDecodeCase(record="v4", s_q=2, turned=True))
     angles = np.random.default_rng(1).uniform(-3, 3, (7, 32))
     call["out_cos"], call["out_sin"] = np.cos(angles), np.sin(angles)

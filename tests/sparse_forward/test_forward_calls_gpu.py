@@ -74,7 +74,7 @@ def test_results_in_given_views(kernel: str, case: SparseCase, out_dtype: str) -
     for got, wanted in zip((host[1:, :, 8:520], host_logs[0, :, 1::3], host_logs[1, :, 2::3]), expected, strict=True):
         assert_same(got, wanted)
         got[...] = 7
-    assert (host.astype(np.float32) == 7).all()  # nothing was written beside them
+    assert (host.astype(np.float32) == 7).all()  # nothing was written outside them
     assert (host_logs == 7).all()
 
 

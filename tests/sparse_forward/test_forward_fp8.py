@@ -158,7 +158,7 @@ def test_kernel_in_all_modes(case: RecordCase, mode: tuple[str, int]) -> None:
 
 
 def test_nan_stays_with_the_queries_that_select_it() -> None:
-    """In a latent and in the RoPE part; the largest score of such a query is NaN, too."""
+    """NaN in a latent and in the RoPE part; the largest score of such a query is NaN, too."""
     inputs = inputs_of(fp8(s_q=3, h_q=2, topk=70, invalid=0.0))
     row = next(rows[0] for rows in selected_rows(inputs.indices, inputs.case.of.s_kv) if len(rows))
     inputs.kv[row // 5, row % 5, [3, 570]] = 0x7F

@@ -24,7 +24,7 @@ def test_matches_oracle(gpu: DeviceInfo, case: SparseCase, kernel: str) -> None:
 
 @pytest.mark.parametrize("case", ODD_STRIDES, ids=lambda case: case.id)
 def test_any_strides(gpu: DeviceInfo, case: SparseCase) -> None:
-    """What the fast kernels cannot take falls to the generic one."""
+    """Strides that the fast kernels do not support run the generic one."""
     run_and_check(make(case))
 
 

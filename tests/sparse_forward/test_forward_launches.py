@@ -1,4 +1,4 @@
-"""What the public sparse forward asks the driver for: kernels, records, memory; no CUDA is needed."""
+"""Driver calls of the public sparse forward: kernels, records, memory; no CUDA is needed."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_which_kernel(recorder: Recorder) -> None:
 
 
 def test_few_queries_convert_nothing_in_memory(recorder: Recorder) -> None:
-    """The workspace is that of rows: no place for any of kv."""
+    """The workspace equals the one for rows: no place for any of kv."""
     inputs, rows = make(CASES[0]), sparse_cases.make(CASES[0].of)
     sizes = [
         mla_cupy.workspace_bytes(mla_cupy.sparse_mla_forward, *arguments, scale=1.0)
@@ -250,7 +250,7 @@ CONVERTED = (
 
 
 def problem(h_q: int, gathers: int, **changes: Any) -> SparseForwardProblem:
-    """Of so many gathered rows per token."""
+    """A problem with this many gathered rows per token."""
     sizes = {"s_q": gathers, "s_kv": 1000, "h_q": h_q, "topk": 1000, "d_qk": 576, "dtype": "bfloat16", "record": "v32"}
     return SparseForwardProblem(**{**sizes, **changes})
 

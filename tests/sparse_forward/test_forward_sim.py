@@ -104,7 +104,7 @@ def test_results_in_float32(kernel: str) -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", HOPPER)
 def test_many_pieces_are_merged(kernel: str) -> None:
-    """By blocks, where few pieces go by warps."""
+    """Blocks merge many pieces, warps merge few."""
     inputs = make(SparseCase(s_q=1, h_q=9, topk=760, s_kv=900, invalid=0.0, sink=True))
     assert "mla_attention_combine" in run(inputs, kernel, sm_count=12)[1]
 

@@ -44,7 +44,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Lists:
-    """What the kernel writes."""
+    """Output of the kernel."""
 
     rows: np.ndarray[Any, Any]
     counts: np.ndarray[Any, Any]

@@ -87,7 +87,7 @@ JOINT_CASES = [
 
 
 def joint_case(seed: int) -> SparseCase:
-    """A random case with the heads of the joint products; those of an ordinary run are short."""
+    """A random case with the heads of the joint products; ordinary runs have short ones."""
     case, rng = random_case(seed), np.random.default_rng([seed, 128])
     topk = int(rng.integers(1, 200)) if seed < RANDOM_CASES else case.topk
     return replace(case, s_q=min(case.s_q, 2), topk=topk, h_q=int(rng.choice([65, 80, 96, 112, 127, 128])))
@@ -210,7 +210,9 @@ def test_what_one_query_selects_stays_with_it(kernel: str, h_q: int) -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("kernel", "h_q", "growth"), [(ALONE, 9, 4.0), (ALONE, 9, 400.0), (JOINT, 65, 400.0)], ids=str)
 def test_maxima_that_grow_from_tile_to_tile(kernel: str, h_q: int, growth: float) -> None:
-    """By less than 2^8 they are kept, by more the sums are rescaled, in both tiles of a pair and in the next one."""
+    """Maxima that grow by less than 2^8 are kept; larger ones rescale the sums, in both tiles of a pair and in the next
+    one.
+    """
     inputs = make(SparseCase(s_q=1, h_q=h_q, topk=250, s_kv=250, invalid=0.0))
     (rows,) = inputs.rows
     inputs.q[...] = np.abs(inputs.q.astype(np.float32))
@@ -237,7 +239,7 @@ def test_nan_behind_the_last_head(kernel: str) -> None:
 def test_gradients_end_to_end(kernel: str, h_q: int) -> None:
     """The backward takes what this forward gives: `out` and `lse` are its own, not the oracle's.
 
-    So the error of the oracle with the kernels' roundings, by which theirs is judged, is that of both passes, too.
+    So the kernels' error is compared with the rounding oracle's error of both passes, too.
     """
     case = SparseCase(s_q=2, s_kv=120, h_q=h_q, topk=80)
     inputs, chained = make(case), make(case)

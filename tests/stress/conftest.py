@@ -1,4 +1,4 @@
-"""What the stress tests share: a kernel that keeps a stream busy."""
+"""Shared by the stress tests: a kernel that keeps a stream busy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same call gives the same bits; the order of a batch changes nothing but roundings."""
+"""Equal calls give equal bits; the order of a batch changes nothing but roundings."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def steps(kernel: str, h_q: int) -> list[DecodeInputs]:
 
 
 def fitted(inputs: DecodeInputs, pages: int, max_pages: int) -> DecodeInputs:
-    """The same inputs in a pool and a table of a fixed size; what is new is poison."""
+    """The inputs in a pool and a table of a fixed size; new memory is poison."""
     q, kv_cache, table, seqlens = inputs.arguments
     pool = np.full((pages, *kv_cache.shape[1:]), np.nan, kv_cache.dtype)
     pool[: len(kv_cache)] = kv_cache

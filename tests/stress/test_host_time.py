@@ -1,4 +1,4 @@
-"""What a repeated call costs the host: the time until it returns, with an idle queue.
+"""Host time of a repeated call: the time until it returns, with an idle queue.
 
 The limits are for a host where CuPy launches an empty kernel within 4 us; on a slower one they scale with that launch,
 which is timed in the same run.
@@ -66,7 +66,7 @@ def measure(calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
 
 
 def of_library(library: str) -> Callable[[Any], Any]:
-    """What makes an array of the library, on the GPU, from one of NumPy."""
+    """Function that makes the library's GPU array from NumPy's."""
     import cupy
 
     if library == "cupy":
@@ -118,7 +118,7 @@ def timed_calls(move: Callable[[Any], Any]) -> Iterator[Timed]:
 
 
 def _calls_around_attention(move: Callable[[Any], Any], arguments: list[Any]) -> Iterator[Timed]:
-    """With the halves of one kv_b_proj, as a layer has them, and decode with a plan."""
+    """Calls with the halves of one kv_b_proj, as in a layer, and decode with a plan."""
     kind = ml_dtypes.bfloat16
     kv_b_proj, cache, seqlens = move(np.ones((16, 256, 512), kind)), arguments[1], arguments[3]
     plan = plan_of(make(DecodeCase(b=2, h_q=16, seqlens=64)), d_head=128)
@@ -136,7 +136,7 @@ def _calls_around_attention(move: Callable[[Any], Any], arguments: list[Any]) ->
 
 
 def _dense_calls(move: Callable[[Any], Any]) -> Iterator[Timed]:
-    """As a layer calls it: keys and values, and their gradients, are views of one array each."""
+    """Calls as in a layer: keys and values, and their gradients, are views of one array each."""
     inputs = make_gradients(DenseCase(((40, 60),), h_q=4))
     q, dout, k_rope, *starts = (
         move(x) for x in (inputs.forward.q, inputs.dout, *(inputs.options[name] for name in _DENSE_OPTIONS))

@@ -31,7 +31,7 @@ LAUNCHED = {
     "decode": combine_project.KERNEL,
     "forms": sm90_small.KERNEL,
 }
-"""What the calls of a kind are there for, at least."""
+"""Kernel that the calls of a kind must reach, at least."""
 
 
 def run(name: str) -> set[str]:

@@ -22,7 +22,7 @@ LEFT_OUT = {
     "merge_exchange": "ranks wait for each other, each in a process of its own: tests/parallel runs them",
 }
 """Kernels without a call, and why."""
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums of what nobody has computed
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums of uncomputed memory
 
 
 class ReadError(Exception):
@@ -37,7 +37,7 @@ class Pointer(SimpleNamespace):
 
 
 class Listed:
-    """What calls have asked for."""
+    """Recorded launches."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -60,7 +60,7 @@ class Listed:
 
 
 def fake_cupy(kept: list[Any]) -> ModuleType:
-    """As much of CuPy as the calls use, over the host's memory; nothing can be read back."""
+    """The parts of CuPy that the calls use, over host memory; nothing can be read back."""
 
     def as_array(x: Any) -> Any:
         kept.append(x)
@@ -104,7 +104,7 @@ def calls_of(family: str) -> Iterator[Call]:
 
 @pytest.mark.slow
 def test_every_kernel_and_operation_has_a_call(listed: Listed) -> None:
-    """Of those that an H200 can run. A new one wants a call in a family, or a reason."""
+    """Every kernel that an H200 can run has a call. A new one needs a call in a family, or a reason."""
     for family in FAMILIES:
         for made in calls_of(family):
             listed.make(made)
@@ -115,7 +115,7 @@ def test_every_kernel_and_operation_has_a_call(listed: Listed) -> None:
 
 @pytest.mark.parametrize("family", ["cache", "topk", "merge"])
 def test_each_call_launches_something_and_reads_it(listed: Listed, family: str) -> None:
-    """Of the families whose calls are small."""
+    """Families with small calls launch something and read it."""
     for made in calls_of(family):
         listed.make(made)
     assert listed.kernels

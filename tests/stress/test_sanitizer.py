@@ -42,7 +42,7 @@ def test_calls(gpu: DeviceInfo, tool: str, family: str) -> None:
 
 @pytest.mark.parametrize("family", ["decode", "records", "dense", "sparse", "sparse_decode"])
 def test_calls_in_99kb(gpu: DeviceInfo, tool: str, family: str) -> None:
-    """Of the kernels with mma.sync, whose builds for smaller GPUs a large one runs on request."""
+    """Calls of the mma.sync kernels, whose builds for smaller GPUs a large one runs on request."""
     run(tool, family, "--only", "_mma", MLA_CUPY_SMEM_KB="99")
 
 

@@ -149,7 +149,7 @@ def test_two_threads(
 
 
 def test_one_plan_in_two_threads_by_turns(kernel: str, prepared: list[tuple[DecodeInputs, tuple[Any, ...]]]) -> None:
-    """On one stream, one after the other: each thread remembers its own last call."""
+    """Two threads on one stream, one after the other: each remembers its own last call."""
     inputs, arguments = prepared[0]
     wanted = expected_of(arguments, inputs, kernel)
     plan = plan_of(inputs, kernel=kernel)

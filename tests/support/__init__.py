@@ -1,1 +1,1 @@
-"""What several test suites share: hostile inputs and the tolerance rule."""
+"""Shared by several test suites: hostile inputs and the tolerance rule."""

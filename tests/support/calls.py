@@ -1,4 +1,4 @@
-"""What the tests of the public calls share."""
+"""Shared by the tests of the public calls."""
 
 from __future__ import annotations
 

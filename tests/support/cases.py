@@ -48,7 +48,7 @@ class DecodeCase:
     kv_scale, math
         Of "fp8".
     queries, q_scale
-        "float8_e4m3fn" or "uint8" for queries in e4m3, and their scale; `dtype` is then that of the results.
+        "float8_e4m3fn" or "uint8" for queries in e4m3, and their scale; `dtype` is then the results'.
     """
 
     b: int = 3

@@ -46,7 +46,7 @@ class DenseCase:
 
     sequences: tuple[tuple[int, int], ...]
     h_q: int = 1
-    h_kv: int = 0  # as many as h_q
+    h_kv: int = 0  # 0: h_q
     d_qk: int = 192
     d_v: int = 128
     dtype: str = "bfloat16"

@@ -23,7 +23,7 @@ NAMES = ("dq", "dk", "dv", "dq_rope", "dk_rope")
 
 @dataclass(frozen=True, eq=False)
 class GradientInputs:
-    """The arrays of a call: those of the forward, its results, and their gradients."""
+    """The arrays of a call: the forward's, its results, and their gradients."""
 
     forward: DenseInputs
     out: Array
@@ -51,7 +51,7 @@ class GradientInputs:
 def make_gradients(case: DenseCase, *, dlse: bool = False, out_dtype: str = "") -> GradientInputs:
     """The arrays of a case. What belongs to a query without a key is NaN.
 
-    A state makes `out` and `lse` those of a merge; with it, too, these are the gradients of the case's keys alone.
+    With a state, `out` and `lse` are merged ones; the gradients still belong to the case's keys alone.
     """
     inputs = make(case)
     exact_out, exact_lse = inputs.exact
@@ -74,12 +74,12 @@ def make_gradients(case: DenseCase, *, dlse: bool = False, out_dtype: str = "") 
 
 
 def moved(inputs: GradientInputs, **arrays: Any) -> GradientInputs:
-    """The same problem with some of q, k and v in other arrays."""
+    """The problem with some of q, k and v in other arrays."""
     return replace(inputs, forward=replace(inputs.forward, **arrays))
 
 
 def check_gradients(got: Sequence[Any], inputs: GradientInputs, names: Sequence[str] = NAMES) -> None:
-    """Assert the rule for all of them, or those named; there are those of the arrays that were given."""
+    """Assert the rule for all gradients, or the named ones; only passed arrays have any."""
     sizes = terms(inputs)
     for name, mine, exact, rounded in zip(NAMES, got, inputs.exact, inputs.rounded, strict=True):
         if name not in names:
@@ -93,7 +93,7 @@ def check_gradients(got: Sequence[Any], inputs: GradientInputs, names: Sequence[
 
 @np.errstate(all="ignore")
 def terms(inputs: GradientInputs) -> dict[str, Array]:
-    """How large the rows of each gradient would be if nothing cancelled."""
+    """Size of the rows of each gradient without cancellation."""
     case, options = inputs.case, inputs.options
     queries, keys = joined(inputs.forward.q, options.get("q_rope")), joined(inputs.forward.k, options.get("k_rope"))
     queries, keys, values, dout = (x.astype(np.float32) for x in (queries, keys, inputs.forward.v, inputs.dout))

@@ -44,10 +44,10 @@ SCRIPTS = {
 """The script, and its function that runs one case."""
 OUT_OF_MEMORY = "out of memory"
 _MOCKED = ("triton", "triton.language")
-"""What the scripts import for timing only."""
+"""Modules that the scripts import for timing only."""
 _COUNT = "count"
 _THREADS = 2
-"""Of PyTorch on the host, in each process."""
+"""PyTorch's host threads in each process."""
 
 Row = dict[str, Any]
 
@@ -94,7 +94,7 @@ class Cases:
 
 
 class _Passed:
-    """What a script takes for the result of a case that was not timed."""
+    """A script's result of a case that was not timed."""
 
     is_correct = True
 
@@ -160,7 +160,7 @@ def time_nothing() -> None:
 
 
 def forget_defaults() -> None:
-    """What a script has set for all of its process."""
+    """Undo a script's process-wide settings."""
     torch.set_default_dtype(torch.float32)
     torch.set_float32_matmul_precision("highest")
 
@@ -170,7 +170,7 @@ def forget_defaults() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What the processes of a run have in common. `only`: numbers of the cases by suite, where it is not a shard."""
+    """Work that the processes of a run share. `only`: numbers of the cases by suite, unless it is a shard."""
 
     folder: Path
     suites: tuple[str, ...]
@@ -220,7 +220,7 @@ def run_process(work: Work, gpu: str | None, taken: dict[str, Any], rows: Any) -
 
 
 def run_all(work: Work, gpus: Sequence[str | None], keep: Callable[[Row], None]) -> dict[str, int]:
-    """Run in as many processes as there are entries in `gpus`; returns how many cases each suite has."""
+    """Run in one process per entry of `gpus`; returns the number of cases of each suite."""
     context = get_context("spawn")
     rows: Any = context.Queue()
     taken = {suite: context.Value("q", 0) for suite in work.suites}
@@ -246,7 +246,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="`tests` of a checkout of FlashMLA")
     parser.add_argument("suites", nargs="+", choices=SCRIPTS)
     parser.add_argument("--shard", default="1/1", help="which part of the cases, such as 2/4")
-    parser.add_argument("--max-cases", type=int, help="of each suite at most so many")
+    parser.add_argument("--max-cases", type=int, help="largest number of cases per suite")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--gpus", help="ordinals, such as 0,1; default: what PyTorch takes")
     parser.add_argument("--log", default="/dev/stderr")

@@ -72,14 +72,14 @@ def empty_launch() -> Any:
 
 
 def slowness_of_host(launch: float | None = None) -> float:
-    """How many times longer this host takes than the one of `EMPTY_LAUNCH`, by its median launch; 1 at least."""
+    """Slowness of this host relative to the host of `EMPTY_LAUNCH`, by its median launch; at least 1."""
     if launch is None:
         launch = float(np.median(microseconds_of(empty_launch(), 400)[200:]))
     return max(1.0, launch / EMPTY_LAUNCH)
 
 
 def microseconds_of(call: Any, repeats: int) -> list[float]:
-    """What each call takes the host, with an idle queue."""
+    """Host time of each call, with an idle queue."""
     import cupy
 
     times = []

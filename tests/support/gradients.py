@@ -59,12 +59,12 @@ def check_gradients(
 
 
 def error_of_exact_additions(inputs: SparseInputs) -> float:
-    """By how much of its size a number is rounded at most, if 8 heads at a time are added: `exact_addition.cuh`."""
+    """Largest relative rounding of a number, if 8 heads at a time are added: `exact_addition.cuh`."""
     return 2.0 ** (LEVEL_BITS - 1 - bits_of_exact_additions(inputs))
 
 
 def least_of_exact_additions(inputs: SparseInputs) -> float:
-    """By how much a sum errs at most if its numbers are so small that all are rounded to the finest level's quantum."""
+    """Largest error of a sum of numbers so small that all are rounded to the finest level's quantum."""
     largest = 0.0
     scale = inputs.case.d_qk**-0.5
     q, kv, out, dout = (x.astype(np.float64) for x in (inputs.q, inputs.kv, inputs.out, inputs.dout))
@@ -92,7 +92,7 @@ def bits_of_exact_additions(inputs: SparseInputs) -> int:
 
 
 def terms(inputs: SparseInputs) -> tuple[Array, Array]:
-    """How large the rows of dq and dkv would be if nothing cancelled; the last axis has one element."""
+    """Size of the rows of dq and dkv without cancellation; the last axis has one element."""
     working = np.float32
     scale = working(inputs.case.d_qk**-0.5)
     delta = np.abs((inputs.out.astype(working) * inputs.dout.astype(working)).sum(axis=-1))
@@ -112,19 +112,19 @@ def terms(inputs: SparseInputs) -> tuple[Array, Array]:
             d_keys = d_scores.T @ np.abs(queries)
             d_keys[:, :512] += weights.T @ np.abs(dout)
             np.add.at(of_dkv, rows, d_keys)
-    # Nothing can be said about a row that is not finite.
+    # Non-finite rows are not compared.
     both = (of_dq, of_dkv.reshape(inputs.kv.shape))
     return tuple(np.nan_to_num(x, nan=0, posinf=0).max(axis=-1, keepdims=True) for x in both)
 
 
 def problem_of(case: SparseCase, **changes: Any) -> SparseBackwardProblem:
-    """What the pipeline is asked for."""
+    """Problem for the pipeline."""
     sizes = (case.s_q, case.s_kv, case.h_q, case.topk, case.d_qk, case.dtype)
     return replace(SparseBackwardProblem(*sizes, case.sink, aligned=case.strides != "odd"), **changes)
 
 
 def reason_against(kernel: str, device: DeviceInfo, case: SparseCase, deterministic: bool = False) -> Reason | None:
-    """Why the main kernel cannot run there, or not this case; None if it can."""
+    """Reason why the main kernel cannot run there, or not this case; None if it can."""
     return BACKWARD_KERNELS[kernel].unsupported(problem_of(case, deterministic=deterministic), device)
 
 

@@ -21,7 +21,7 @@ WILD = (-(2**31), 2**31 - 1)
 class LogitsCase:
     """`ranges` are "random" (with empty and hostile ones), "causal", or "none"; `dtype` may be uint8, for codes.
 
-    `float16`: codes of queries are at most 128 / d, those of keys use their whole range.
+    `float16`: codes of queries are at most 128 / d; codes of keys use their whole range.
     """
 
     s_q: int = 5
@@ -92,7 +92,7 @@ def logits_inputs(case: LogitsCase) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class PagedCase:
-    """`seqlens` are those of the last tokens, or one per token where `per_token`. `e2m1`: so are keys."""
+    """`seqlens` belong to the last tokens, or one per token with `per_token`. `e2m1`: keys are e2m1."""
 
     b: int = 2
     s_q: int = 1
@@ -158,9 +158,9 @@ def paged_inputs(case: PagedCase) -> dict[str, Array]:
 IN_FLOAT32 = 2.0**-18
 """Error of sums in float32, relative to the sum of the terms' magnitudes."""
 IN_FLOAT16 = 2.0**-10
-"""The same of products and sums in float16."""
+"""Error of products and sums in float16, relative to the same sum."""
 ON_TENSOR_CORES = 2.0**-11
-"""The same of 8-bit products, of which the hardware cuts off bits."""
+"""The error of 8-bit products, where the hardware cuts off bits."""
 
 
 def check_logits(got: Array, inputs: dict[str, Array], exact: Array, relative: float | None = None) -> None:

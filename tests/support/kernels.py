@@ -27,24 +27,24 @@ def by_name(pipeline: Pipeline[Any]) -> dict[str, Any]:
 
 
 def on_hopper(kernels: dict[str, Any]) -> tuple[str, ...]:
-    """Those with WGMMA."""
+    """Kernels with WGMMA."""
     return tuple(name for name in kernels if "sm90" in name)
 
 
 def on_blackwell(kernels: dict[str, Any]) -> tuple[str, ...]:
-    """Those with tcgen05."""
+    """Kernels with tcgen05."""
     return tuple(name for name in kernels if "sm100" in name)
 
 
 _OF_ROWS = {k: v for k, v in by_name(DECODE).items() if "records" not in k and v.math == "exact"}
-#: Those of dense decode that read 16-bit rows with values of 512 columns, and those that read FP8 records.
+#: Dense decode's kernels for 16-bit rows with values of 512 columns, and for FP8 tokens.
 DECODE_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in _OF_ROWS.items() if D_V in v.value_widths}
-#: Those that read narrower values, which have tests of their own.
+#: Kernels for narrower values, which have separate tests.
 NARROW_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in _OF_ROWS.items() if min(v.value_widths) < D_V}
 RECORD_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in by_name(DECODE).items() if "records" in k}
-#: Those whose products are in FP8.
+#: Kernels with FP8 matmuls.
 FP8_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in by_name(DECODE).items() if v.math == "fp8"}
-#: Those that need no schedule; they have tests of their own.
+#: Kernels that need no schedule; they have separate tests.
 CLUSTER_KERNELS = tuple(name for name, kernel in DECODE_KERNELS.items() if kernel.cluster_blocks > 1)
 SCHEDULED_KERNELS = {name: kernel for name, kernel in DECODE_KERNELS.items() if name not in CLUSTER_KERNELS}
 FORWARD_KERNELS: dict[str, AttentionKernel[Any]] = {
@@ -56,12 +56,12 @@ BLACKWELL = on_blackwell(BACKWARD_KERNELS)
 
 
 def has_sizes(kernel: str) -> bool:
-    """Whether a kernel has builds for two sizes of shared memory."""
+    """True if a kernel has builds for two sizes of shared memory."""
     return hasattr(KERNELS[kernel].variants[0], "smem_kb")
 
 
 def in_both_sizes(kernels: Iterable[str]) -> list[Any]:
-    """As parameters of tests: those with builds for two sizes of shared memory once more, in the lesser one."""
+    """Parameters of tests: kernels with builds for two sizes of shared memory are repeated with the smaller one."""
     names = [*kernels]
     in_99kb = [name for name in names if has_sizes(name)]
     return [*names, *(pytest.param(name, id=f"{name}-99kb", marks=pytest.mark.in_99kb) for name in in_99kb)]
@@ -73,7 +73,7 @@ def cc_of(kernel: str) -> tuple[int, int]:
 
 
 def takes(kernel: str, case: DecodeCase) -> bool:
-    """Whether a decode kernel takes the case, on a Hopper."""
+    """True if a decode kernel supports the case, on a Hopper."""
     sizes: dict[str, Any] = {"d_qk": case.d_qk, "record": case.record, "math": case.math}
     problem = DecodeProblem(case.s_q, case.h_q, case.dtype, **sizes)
     return not {**DECODE_KERNELS, **RECORD_KERNELS, **FP8_KERNELS}[kernel].unsupported(problem, fake_gpu(1))

@@ -68,7 +68,7 @@ class LossCase:
 
     @property
     def problem(self) -> dict[str, Any]:
-        """What a `LossProblem` says of it beside the sizes."""
+        """Members of a `LossProblem` other than the sizes."""
         return {
             "per_head": self.target == "per_head",
             "needs_lse": self.target == "head_sum" and not self.lse,
@@ -80,7 +80,7 @@ class LossCase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the call."""
+        """Options of the call."""
         return {"target": self.target, "causal": self.causal, "target_scale": self.target_scale}
 
 
@@ -180,7 +180,7 @@ def splits_of(tokens: int, most: int = 16) -> Iterator[None]:
 
 
 def shares(inputs: dict[str, Array], ranks: int) -> list[dict[str, Array]]:
-    """What each rank of tensor parallelism has of the main attention: some heads of q and lse, and all of the rest."""
+    """Each rank's share of the main attention: some heads of q and lse, and everything else."""
     (_, h, _), of_keys = (
         inputs["q"].shape,
         [name for name in ("k", "k_rope") if inputs.get(name, inputs["q"]).ndim == 3],
@@ -198,7 +198,7 @@ def shares(inputs: dict[str, Array], ranks: int) -> list[dict[str, Array]]:
 
 
 def of_one_rank(inputs: dict[str, Array], ranks: int, rank: int) -> dict[str, Array]:
-    """What a rank gives the loss beside the sums: its own queries, which have no part in it."""
+    """A rank's arguments of the loss in addition to the sums: its own queries, which are ignored."""
     mine = shares(inputs, ranks)[rank]
     return {name: mine.get(name, x) for name, x in inputs.items() if name != "lse"}
 

@@ -1,4 +1,4 @@
-"""What the tests of callers' mistakes share: how a good call is spoiled, and what its error must be."""
+"""Shared by the tests of callers' mistakes: spoiled calls, and their errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESULTS = ("out", "lse", "max_logits", "dq", "dkv", "d_sink", "indices", "counts
 
 
 _MAX_COMPARED_BYTES = 1 << 28
-"""What is larger is an input of that name, made by broadcasting: its bytes would not fit in memory."""
+"""Limit of what is compared; a larger input was made by broadcasting, and its bytes would not fit in memory."""
 
 
 class Foreign:
@@ -36,7 +36,7 @@ class Foreign:
 
 
 class HostForeign(Foreign):
-    """The same on a CPU."""
+    """A foreign array on a CPU."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0)
@@ -65,12 +65,12 @@ def option(name: str, value: Any) -> Callable[[Call], object]:
 
 
 def gapped(x: Any) -> Any:
-    """The same values, the last axis in steps of 2 elements."""
+    """Equal values, the last axis in steps of 2 elements."""
     return np.repeat(x, 2, axis=-1)[..., ::2]
 
 
 def shifted(x: Any) -> Any:
-    """The same shape, one element past a multiple of 16 bytes."""
+    """An equal shape, one element past a multiple of 16 bytes."""
     whole = np.zeros(x.size + 16, x.dtype)
     return whole[1 : 1 + x.size].reshape(x.shape)
 
@@ -109,11 +109,11 @@ def prints_no_record(message: str) -> None:
 def refuses_what_it_cannot_write(
     function: Callable[..., Any], call: Call, results: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of the results is refused from a library whose arrays cannot be written, as NumPy's are made out to be."""
+    """Each of the results is refused from a library with immutable arrays, which NumPy's stand in for."""
     monkeypatch.setattr(NumpyFamily, "mutable", False)
     for name in results:
         given = {argument: x for argument, x in call.items() if argument == name or argument not in results}
         with pytest.raises(
-            DTypeError, match=rf"^(\w+\.)?{name}: got an array of numpy.*, expected None; .* cannot be written"
+            DTypeError, match=rf"^(\w+\.)?{name}: got an array of numpy.*, expected None; .* are immutable"
         ):
             function(**given)

@@ -1,8 +1,8 @@
-"""What callers pass by mistake, and what may come of it: the kinds of values, and the judge, of all misuse fuzzers.
+"""Values that callers pass by mistake, and the allowed reactions: for all misuse fuzzers.
 
-Those of operations and plans are in `tests/operations`, of the paged cache in `tests/cache`, of the bindings in
+Fuzzers of operations and plans are in `tests/operations`, of the paged cache in `tests/cache`, of the bindings in
 `tests/bindings`; ptxsim, a package of its own, has one for its command line. Seeds are fixed: every run makes the same
-calls. The ordinary ones make some 5,000 together, those of `-m slow` more than 50,000.
+calls. Ordinary runs make some 5,000 together, `-m slow` more than 50,000.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.operations import off_by_a_byte, stepped_by_bytes
 from tests.support.recorder import Elsewhere
 
 SECONDS = 20.0
-"""What a call may take, far more than any needs."""
+"""Time limit of a call, far more than any needs."""
 
 
 # ---- Kinds of values ------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def misused(
     good : dict
         Arrays by name, changed in place, and maybe options.
     results, optional : sequence of str
-        Arrays that may be left out: those of results, and inputs.
+        Arrays that may be left out: results, and inputs.
     options : sequence of str
         The arguments beside the arrays.
     """
@@ -196,7 +196,7 @@ def within(seconds: float = SECONDS) -> Iterator[None]:
 
 
 def attempt(call: Callable[[], Any], names: Collection[str], kept: Iterable[Any] = (), about: object = "") -> Any:
-    """What a call returns, or `Refused`.
+    """Result of a call, or `Refused`.
 
     Parameters
     ----------
@@ -249,9 +249,9 @@ def says_what_is_wrong(error: MlaError, names: Collection[str], about: object = 
 _OF_THE_MACHINE = re.compile(
     r"device \d+: (this process sees|CuPy cannot use it)|no kernel fits: |MLA_CUPY_BACKEND: got"
 )
-"""What else errors may be about."""
+"""Other texts that an error may begin with."""
 
 
 def numbers(quick: int, slow: int) -> list[Any]:
-    """How many calls a test makes, as parameters."""
+    """Number of calls of a test, as parameters."""
     return [quick, pytest.param(slow, marks=pytest.mark.slow)]

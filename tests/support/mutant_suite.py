@@ -39,7 +39,7 @@ KINDS = (
     *("wgmma.wait_group", "tcgen05.commit", "tcgen05.wait::ld", "tcgen05.wait::st"),
     *("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync"),
 )
-"""How the opcodes of all steps begin that can be left out."""
+"""Beginnings of the opcodes of all steps that can be left out."""
 
 
 KNOWN: list[Step] = []
@@ -57,7 +57,7 @@ class Step:
 
     @property
     def id(self) -> str:
-        """Of the test."""
+        """Id of the test."""
         return f"{self.kind}-{self.place}"
 
 
@@ -92,7 +92,7 @@ def mutant_suite(
 
 
 def shows(runs: Sequence[Run]) -> bool:
-    """Whether one of them fails by a wrong result or an error of the simulator."""
+    """True if one of them fails by a wrong result or an error of the simulator."""
     for run in runs:
         try:
             run()

@@ -21,7 +21,7 @@ from mla_cupy.runtime.build import Build, BuildRequest, compile_kernel
 KNOWN: list[Mutant] = []
 """All that imported modules have."""
 CAUGHT = (AssertionError, ptxsim.SimError)
-"""What a test raises that has caught one."""
+"""Exceptions of a test that has caught a mutant."""
 
 _KEPT_SECONDS = 14 * 24 * 3600
 
@@ -42,7 +42,7 @@ class Mutant:
 
     @property
     def id(self) -> str:
-        """Of the test."""
+        """Id of the test."""
         return self.name.replace(" ", "_")
 
 
@@ -81,7 +81,7 @@ def sound(request: BuildRequest) -> Build:
 
 
 def to_ptx(request: BuildRequest) -> Build:
-    """What the simulator asks of a build; not in the kernels' cache, where bugs have no place, but beside it.
+    """Build for the simulator; not in the kernels' cache, where bugs have no place, but next to it.
 
     To compile is the largest part of most such tests, and a bug's build is the same until the kernel's sources change.
     """

@@ -87,14 +87,14 @@ def function_of(operation: Operation) -> Callable[..., Any]:
 
 
 def size_of(operation: Operation, axis: str) -> int:
-    """Of an axis in `good_call`."""
+    """Size of an axis in `good_call`."""
     if "*" in axis:
         return math.prod(size_of(operation, factor) for factor in axis.split("*"))
     return operation.sizes[axis][0] if axis in operation.sizes else SIZES.get(axis, 3)
 
 
 def axes_of(array: Input | Output) -> list[str]:
-    """The axes of the array in `good_call`: those of a single head are left out, and those that a result may lack."""
+    """The axes of the array in `good_call`, without axes of a single head, and without axes that a result may lack."""
     if isinstance(array, Output):
         return [axis for axis in array.axes.split() if not axis.endswith("?")]
     return [axis.removesuffix("?") for axis in array.axes.split() if axis != "1?"]
@@ -107,7 +107,7 @@ def good_call(operation: Operation, seed: int = 0) -> Call:
 
 @functools.cache
 def _good_call(name: str, seed: int) -> Call:
-    """The same arrays for all, which nobody changes."""
+    """The arrays for all tests, which nobody changes."""
     operation = {**OPERATIONS, **COMPOSITE_OPERATIONS}[name]
     rng = np.random.default_rng(seed)
     call: Call = {}
@@ -132,7 +132,7 @@ def output_names(operation: Operation) -> tuple[str, ...]:
 
 
 def inputs_of(operation: Operation) -> list[Input]:
-    """Those of `good_call`."""
+    """Inputs of `good_call`."""
     left_out = LEFT_OUT.get(operation.name, ())
     return [array for array in operation.inputs if array.name not in left_out]
 
@@ -193,7 +193,7 @@ def _is_shared(operation: Operation, array: Input, axis: str) -> bool:
 
 
 def _resized(at: int, more: int | None) -> Callable[[Array], Array]:
-    """The same with `more` elements along an axis; None: with no elements."""
+    """The arrays with `more` elements along an axis; None: with no elements."""
 
     def change(x: Array) -> Array:
         shape = list(x.shape)
@@ -204,7 +204,7 @@ def _resized(at: int, more: int | None) -> Callable[[Array], Array]:
 
 
 def _endless(at: int) -> Callable[[Array], Array]:
-    """The same with more elements along an axis than 32 bits count, all in the memory of the first."""
+    """The arrays with more elements along an axis than 32 bits count, all in the memory of the first."""
 
     def change(x: Array) -> Array:
         shape = list(x.shape)
@@ -247,7 +247,7 @@ def _strides(operation: Operation, array: Input | Output) -> Iterator[Bad]:
 
 
 def _dtype_of(operation: Operation, array: Input | Output) -> str:
-    """In `good_call`."""
+    """Dtype in `good_call`."""
     if isinstance(array, Output):
         return array.dtypes(_giving(operation, array))[0]
     first = operation.inputs[0].dtypes[0]
@@ -276,7 +276,7 @@ def _libraries(operation: Operation, array: Input | Output) -> Iterator[Bad]:
 
 
 def off_by_a_byte(x: Array) -> Array:
-    """The same values, one byte past a multiple of their size."""
+    """Equal values, one byte past a multiple of their size."""
     whole = np.zeros(x.nbytes + 17, np.uint8)
     begin = 1 + -whole.ctypes.data % 16
     made: Array = whole[begin : begin + x.nbytes].view(x.dtype).reshape(x.shape)
@@ -285,7 +285,7 @@ def off_by_a_byte(x: Array) -> Array:
 
 
 def stepped_by_bytes(x: Array) -> Array:
-    """The same values, in steps of one byte more than there should be along the first axis that has steps."""
+    """Equal values, in steps of one byte too many along the first axis with steps."""
     axis = next(at for at, size in enumerate(x.shape) if size > 1)
     strides = list(np.ascontiguousarray(x).strides)
     strides[axis] += 1
@@ -306,14 +306,14 @@ def repeated(x: Array) -> Array:
 
 
 def at(x: Array, memory: Array, begin: int) -> Array:
-    """The same values in given bytes."""
+    """Equal values in the passed bytes."""
     made: Array = memory[begin : begin + x.nbytes].view(x.dtype).reshape(x.shape)
     made[...] = x
     return made
 
 
 def contiguous_view(x: Array, device: int) -> View:
-    """As an operation would see it."""
+    """View of a contiguous array, as an operation sees it."""
     strides = tuple(stride // x.itemsize for stride in x.strides)
     return View(x.ctypes.data, x.shape, strides, dtypes.dtype_name(x.dtype), device)
 

@@ -39,7 +39,7 @@ class Launched(NamedTuple):
 
     @property
     def addresses(self) -> dict[str, int]:
-        """Those among the parameters that are not null."""
+        """Parameters that are non-null addresses."""
         names = [name for name in self.params.dtype.names if self.params.dtype[name] == np.uint64]
         return {name: int(self.params[name]) for name in names if self.params[name]}
 
@@ -120,7 +120,7 @@ class Elsewhere(np.ndarray):
 
 
 def _array_of(view: arrays.View) -> Any:
-    """What a view sees."""
+    """Array of a view."""
     dtype = numpy_dtype(view.dtype)
 
     class Interface:
@@ -136,7 +136,7 @@ def _array_of(view: arrays.View) -> Any:
 
 
 class _FakeCupy:
-    """What plans ask of CuPy."""
+    """The parts of CuPy that plans use."""
 
     def current_device(self) -> int:
         return DEVICE
@@ -190,7 +190,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     ids=["numpy", "recorded", "cupy"],
 )
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where the arrays are; nothing may be computed or launched."""
+    """Place of the arrays; nothing may be computed or launched."""
     guard: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if request.param == "numpy":
         monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")

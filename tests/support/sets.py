@@ -1,4 +1,4 @@
-"""What an ordinary run leaves to `-m slow`, where a test does not say so case by case.
+"""Cases that an ordinary run leaves to `-m slow`, unless a test decides case by case.
 
 A test with the mark `one_in(n)` has many cases that reach the same code in other sizes, dtypes or modes. An ordinary
 run has one in n of each kernel's; where kernels have fewer, one case for each four of them. They are those whose names
@@ -38,7 +38,7 @@ def mark_slow(items: Iterable[Any]) -> None:
 
 
 def ordinary(cases: Sequence[Any]) -> list[Any]:
-    """Of the cases of one test those that an ordinary run has."""
+    """Cases of one test in an ordinary run."""
     mark = cases[0].get_closest_marker("one_in")
     planted = [(item, bug) for item in cases if (bug := planted_in(item))]
     if planted:
@@ -56,7 +56,7 @@ def ordinary(cases: Sequence[Any]) -> list[Any]:
 
 
 def one_in(n: int, cases: Sequence[Any]) -> list[Any]:
-    """At least one of them."""
+    """Number that leaves at least one of them."""
     return sorted(cases, key=lambda item: zlib.crc32(item.name.encode()))[: math.ceil(len(cases) / n)]
 
 
@@ -66,6 +66,6 @@ def planted_in(item: Any) -> Mutant | Step | None:
 
 
 def parameters(item: Any) -> dict[str, Any]:
-    """Those of a case, by name."""
+    """Parameters of a case, by name."""
     found: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
     return found

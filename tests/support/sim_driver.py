@@ -13,7 +13,9 @@ from mla_cupy.simulation import DEVICE, SimDriver, SimFamily, fake_gpu
 
 @contextmanager
 def simulated(*arguments: Any, **options: Any) -> Iterator[SimDriver]:
-    """That of `mla_cupy.simulation`, with kernels compiled in this process: to start a child takes as long as some."""
+    """`mla_cupy.simulation`'s driver, with kernels compiled in this process: starting a child takes as long as some
+    compilations.
+    """
     here = mock.patch.object(worker, "can_spawn", return_value=False)
     with here, simulation.simulated(*arguments, **options) as target:
         yield target

@@ -1,4 +1,4 @@
-"""In which modes the simulator completes asynchronous work, and with how many multiprocessors."""
+"""Modes of the simulator's asynchronous work, and numbers of multiprocessors."""
 
 from __future__ import annotations
 

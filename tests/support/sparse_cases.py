@@ -167,14 +167,14 @@ class SparseInputs:
 
     @cached_property
     def out(self) -> Array:
-        """What a forward hands to the backward: the exact `out`, stored as it would be."""
+        """The forward's `out` for the backward: the exact one, rounded as it is stored."""
         stored = poisoned(self.exact[0].shape, dtypes.numpy_dtype(self.case.dtype), self.case.strides)
         stored[...] = dtypes.round_to(self.exact[0], self.case.dtype)
         return stored
 
     @cached_property
     def lse(self) -> Array:
-        """The same for `lse`."""
+        """The forward's `lse` for the backward."""
         stored = poisoned(self.exact[1].shape, np.dtype(np.float32), self.case.strides)
         stored[...] = self.exact[1]
         return stored
@@ -288,7 +288,7 @@ def _reach(case: SparseCase, i: int, starts_q: Array | None, starts_kv: Array | 
 
 
 def _vector(x: Array, strides: str) -> Array:
-    """The same numbers as int32; "odd": every second element of what holds them."""
+    """Equal numbers as int32; "odd": every second element of their array."""
     step = 2 if strides == "odd" else 1
     whole = np.full(len(x) * step, INT_MAX, np.int32)
     whole[::step] = x

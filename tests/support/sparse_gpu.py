@@ -24,7 +24,7 @@ ALL_KERNELS = tuple(FORWARD_KERNELS)
 
 
 def problem_of(case: SparseCase, **changes: Any) -> SparseForwardProblem:
-    """What the pipeline is asked for."""
+    """Problem for the pipeline."""
     sizes = (case.s_q, case.s_kv, case.h_q, case.topk, case.d_qk, case.dtype)
     return replace(SparseForwardProblem(*sizes, aligned=case.strides != "odd"), **changes)
 

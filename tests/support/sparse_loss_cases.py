@@ -86,5 +86,5 @@ def sparse_loss_inputs(case: SparseLossCase) -> dict[str, Array]:
 
 
 def check_sparse_loss(got: tuple[Any, ...], exact: reference.SparseLoss, error: float = FLOAT32_ERROR) -> None:
-    """By the rule of the warm-up loss."""
+    """Check with the rule of the warm-up loss."""
     check_loss((*got, None, None), reference.WarmupLoss(*exact, None, None), error)

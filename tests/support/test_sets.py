@@ -14,7 +14,7 @@ from tests.support.mutants import Mutant
 
 
 class Item:
-    """What `mark_slow` needs of a test's case."""
+    """The parts of a test's case that `mark_slow` uses."""
 
     def __init__(self, n: int, test: str = "test", slow: bool = False, **parameters: Any) -> None:
         self.parent, self.originalname, self.n, self.slow = "file", test, n, slow
@@ -64,7 +64,7 @@ def test_what_is_slow_anyway_does_not_count() -> None:
 
 
 def test_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of steps one in four, or as the mark says; of texts one in twelve, and none beside steps."""
+    """Planted bugs by step: one in four, or as marked; by text: one in twelve, and none with bugs by step."""
     monkeypatch.setattr(mutants, "KNOWN", [])
     planted = [Step("a", "bar.sync", i, of=12) for i in range(12)]
     texts = [Mutant(f"text {i}", "a.cu", f"{i}", "") for i in range(13)]

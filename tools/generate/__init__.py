@@ -10,5 +10,5 @@ LISTS = (
     lists.operation_lists,
     lists.bench_lists,
 )
-#: The same, of what runs the package: when the lists are right.
+#: Makers that import the package, to be run once the lists are right.
 MADE_OF_RECORDS = (bindings.make,)

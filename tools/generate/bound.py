@@ -189,7 +189,7 @@ def groups_of(every: Sequence[Bound]) -> str:
 def file_of(arrays: str, imports: Sequence[str], body: str) -> str:
     """A file of functions."""
     return (
-        f'"""The operations as functions of {arrays}. Their docstrings are made from those of `mla_cupy`.\n\n'
+        f'"""The operations as functions of {arrays}. Their docstrings are made from `mla_cupy`\'s.\n\n'
         'Written by `python -m tools.generate` from the operations\' records.\n"""\n\n'
         "from __future__ import annotations\n\n" + "\n".join(imports) + f"\n\n{body}"
     )

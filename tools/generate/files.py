@@ -1,4 +1,4 @@
-"""Files of which a part, or all, is written by a command: what they should hold, and how they come to hold it."""
+"""Files that a command writes, in part or whole: their expected contents, and how they are updated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Texts = dict[Path, str]
 BEGIN = "# ---- Written by `python -m tools.generate`: "
 FIRST_PARTY = ("--config", 'lint.isort.known-first-party = ["mla_cupy"]')
 """Ruff sees by the folders which imports are the package's own: those are not all in a copy of a few files."""
-END = "# ---- End of what is written\n"
+END = "# ---- End of the generated part\n"
 
 
 class RuffError(Exception):
@@ -26,7 +26,7 @@ class RuffError(Exception):
 
 
 def with_block(text: str, name: str, block: str, indent: str = "") -> str:
-    """A text whose block `name` is another one.
+    """A text with its block `name` replaced.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What the `__init__` files and the registries list: read from the sources, nothing is imported."""
+"""Contents of the `__init__` files and the registries: read from the sources, without imports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Module:
 
     @property
     def docstring(self) -> str:
-        """Of the module, as a statement; the first lines of an `__init__` that is written whole."""
+        """Docstring of the module, as a statement; the first lines of an `__init__` that is written whole."""
         text = self.path.read_text()
         return "\n".join(text.splitlines()[: self.body[0].end_lineno]) + "\n"
 
@@ -55,7 +55,7 @@ class Module:
         return [node.name for node in self.body if isinstance(node, kinds) and not node.name.startswith("_")]
 
     def declared(self) -> list[str]:
-        """What its `__all__` has; empty without one."""
+        """Names in its `__all__`; empty without one."""
         value = self.assigned().get("__all__")
         return [] if value is None else list(ast.literal_eval(value))
 
@@ -165,7 +165,7 @@ def described(module: Module) -> list[Described]:
 
 
 def public_names(module: Module) -> list[str]:
-    """Of a module of `ops`: its `__all__`, and the functions that its operations are."""
+    """Public names of a module of `ops`: its `__all__`, and the functions of its operations."""
     return sorted({*module.declared(), *(one.name for one in described(module))})
 
 

@@ -23,7 +23,7 @@ PROBES = "probes/"
 SCHEDULE = "attention/split_schedule.cuh"
 SCHEDULE_CONSTANTS = ("kMaxSplits", "kItemCost", "kPriceScale", "kShortSplit")
 CONSTANTS_HEADER = '''\
-"""Constants of `{header}`, with the headers that it includes: they say what the numbers mean.
+"""Constants of `{header}` and its headers, which explain the numbers.
 
 Written by `python -m tools.generate`.
 """
@@ -94,7 +94,7 @@ def constants(root: Path) -> dict[Path, str]:
 
 
 def parameter_structs(source: str, folder: Path) -> list[str]:
-    """The names of the structs that the kernel of a source takes: one, or that of each variant."""
+    """The names of the parameter structs of a source's kernel: one, or one per variant."""
     text = _read(folder, source)
     (name,) = re.findall(r"__grid_constant__ (\w*Params) p\b", text)
     return [name] if name != "Params" else re.findall(r"using Params = (\w+);", text)
@@ -132,7 +132,7 @@ def _struct(name: str, files: dict[str, str]) -> Struct:
 
 
 def _members(body: str, text: str) -> Iterator[Member]:
-    """Those of a struct's body; `text` has the constants that are lengths of arrays."""
+    """Members of a struct's body; `text` has the constants that are lengths of arrays."""
     for declaration in filter(None, (part.strip() for part in body.split(";"))):
         if "*" in declaration:
             kind, names = "Address", declaration.rpartition("*")[2]

@@ -42,7 +42,7 @@ struct Block {
         items.walk = WorkIteratorOf<Work>(p, blockIdx.y, p.tree_mask != nullptr ? p.s_q : hidden_from(p, row0));
     }
 
-    // By all threads. Also a barrier: what the last item had in shared memory may be overwritten.
+    // Called by all threads. Also a barrier: the last item's shared memory may be overwritten afterwards.
     MLA_DEVICE bool next() const {
         __syncthreads();
         if (threadIdx.x == 0) items.more = items.walk.next(p, items.item);
@@ -74,7 +74,7 @@ struct Output {
         for (i32 i = 0; i < kRowTiles * kValueTiles * 4; ++i) (&x[0][0][0])[i] = 0.f;
     }
 
-    // By a factor of each row.
+    // Multiplies each row by its factor.
     MLA_DEVICE void rescale(const float* factors, i32 lane) {
 #pragma unroll
         for (i32 i = 0; i < kHalves; ++i) {
@@ -119,7 +119,7 @@ struct Output {
               [&](i32 row) { return out_offset(block.p, block.item().request, block.kv_head, block.row0 + row); });
     }
 
-    // `out_at` says where a row of the block lies in the output.
+    // `out_at` maps a row of the block to its place in the output.
     template <class Block, class OutAt>
     MLA_DEVICE void store(const Block& block, const float* factors, i32 warp, i32 lane, const OutAt& out_at) {
 #pragma unroll
@@ -163,7 +163,7 @@ struct Output {
     }
 };
 
-// What is stored of a row beside its output, by one thread; returns the factor of the output.
+// Called by one thread: stores a row's statistics and returns the factor of the output.
 template <class Block>
 MLA_DEVICE float store_statistics(const Block& block, i32 row, float max, float sum, float row_max) {
     const i32 r = block.row0 + row;

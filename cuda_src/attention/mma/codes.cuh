@@ -1,28 +1,28 @@
-// Attention of up to 32 query rows to records of e4m3 codes, 512 latent ones, with mma.sync: codes become numbers in
-// registers, each once as part of a key and once as part of a value. So nothing is written back to shared memory, which
-// holds the codes of all steps that are on their way.
+// Attention of up to 32 query rows to records of 512 e4m3 latent codes, with mma.sync. Codes become numbers in
+// registers, once as part of a key and once as part of a value, and are never written back: shared memory holds the
+// codes of all steps in flight.
 //
 //   scores   warp = 16 tokens, 128 + 16 columns  |        | Q K^T of the next step, sent
 //   values   warp = 64 columns                   |        | O += P V
 //   loads    all threads, cp.async               |        | the step that takes the place of the last one ->
 //   softmax  thread = 2 or 4 tokens of a row     | max, P |
 //
-// Two barriers of the block a step, one behind each of the two columns. What has values and scores has no branch in
-// between: products with the one hide what the other waits for, and copies are among them.
+// Each step has two barriers of the block, one after each column of the table. Values and scores are interleaved
+// without a branch: the products of one hide the latency of the other, and the copies are among them.
 //
-// Keys: the order of columns within a product is free. A lane reads 16 codes of its token at once, and has four of them
-// in each of four products; queries are loaded to match. A warp has 128 neighbouring latent columns, which have one
-// scale per token, if any: scores are multiplied by it. It also has 16 RoPE columns.
+// Keys: the order of columns within a product is free. A lane reads 16 codes of its token at once and has four of them
+// in each of four products; queries are loaded to match. A warp has 128 neighbouring latent columns with at most one
+// scale per token, which multiplies the scores. It also has 16 RoPE columns.
 //
-// Values: ldmatrix.trans moves pairs of codes, neighbouring columns of a token. A byte permute parts them; the two
+// Values: ldmatrix.trans moves pairs of codes, neighbouring columns of a token. A byte permute separates them; the two
 // products have even and odd columns. P is multiplied by the scale of the warp's columns (mma/scaled_rows.cuh).
 #pragma once
 #include "attention/mma/records.cuh"
 #include "attention/mma/scaled_rows.cuh"
 
 namespace mla::attention::mma {
-constexpr i32 kPlaceSteps = 8;       // whose tokens a warp looks up at once, a lane each
-constexpr i32 kKnownCodeSteps = 16;  // of which it is known which tokens are there
+constexpr i32 kPlaceSteps = 8;       // steps whose tokens a warp looks up at once, one lane each
+constexpr i32 kKnownCodeSteps = 16;  // steps for which the present tokens are recorded
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // A token: its latent codes, then its RoPE columns as stored; the scales lie apart. Within each 128 bytes chunk c lies
@@ -66,14 +66,14 @@ struct CodeStorage {
     alignas(16) u16 rests[Token::kScaled ? Budget::kSteps : 1][Token::kGroups][Token::kStepTokens];
     alignas(16) float powers[Token::kStepTokens];
     MBarrier full[Budget::kSteps];        // all threads arrive, with their copies; the first phase blocks
-    u8 present[kKnownCodeSteps][kWarps];  // bit = token of a warp: whether it is there
+    u8 present[kKnownCodeSteps][kWarps];  // bit = token of a warp: present
     u32 largest[kQuarters][C::Few::kRows];
     ItemsOf<typename C::Tokens::Work> items;
     float factor[C::Few::kRows];
 };
 
 // ---- Loads -----------------------------------------------------------------------------------------------------
-// What is asked for next.
+// Addresses of the next copies.
 struct CodeCopies {
     const u8* from;
     SmemAddr to, scales;
@@ -91,8 +91,8 @@ struct CodeLoader {
     static constexpr i32 kSteps = Shared::Budget::kSteps;
     static constexpr i32 kRounds = ceil_div(Raw::kChunks, kTokenLanes) + 1;  // of copies of a step; scales are the last
 
-    typename C::Tokens::Place place;  // of this lane's token among those of the next eight steps, read ahead
-    const u8* data;                   // of this lane's token among those of these eight steps; null: it is not there
+    typename C::Tokens::Place place;  // of this lane's token in the next eight steps, read ahead
+    const u8* data;                   // of this lane's token in these eight steps; null: absent
     i32 asked;                        // steps of the item
     i32 slot = 0;                     // of the next step to ask for
     u32 to = Token::offset((i32)threadIdx.x / kTokenLanes, (i32)threadIdx.x % kTokenLanes);
@@ -115,7 +115,7 @@ struct CodeLoader {
         if (due) finish(s, copies);
     }
 
-    // What `next` needs to know. It takes divisions and a load, but seldom.
+    // Prepares the lookup that `next` uses. Rare, but costs divisions and a load.
     MLA_DEVICE void look_up(const typename C::Rows& block) {
         const i32 at = asked % kPlaceSteps;
         if (at == 0 && asked > 0) data = data_of(block, asked);
@@ -210,7 +210,7 @@ MLA_DEVICE void load_code_queries(const typename C::Rows& block, typename C::Few
     }
 }
 
-// Where a lane reads and writes, in bytes: found once.
+// Byte offsets that a lane reads from and writes to, computed once.
 template <class C>
 struct CodePlaces {
     using Few = typename C::Few;
@@ -392,7 +392,7 @@ struct CodeValues {
     }
 };
 
-// A warp's share of the output, two accumulators of which have the even and the odd ones of 16 columns: a lane has four
+// A warp's share of the output. Two accumulators hold the even and the odd columns of 16, so a lane has four
 // neighbours.
 template <class Element, i32 kRowTiles>
 struct PartedOutput : Output<Element, kRowTiles> {
@@ -460,7 +460,7 @@ struct CodeMath {
     typename C::Few::Queries q;
     CodeLoader<C> loader;
     typename CodeRow<typename C::Few::Softmax, CodedToken<typename C::TokenRecord>::kScaled>::Type row;
-    float scale_log2;  // of that row: times what its queries were divided by
+    float scale_log2;  // of that row, times the divisor of its queries
     i32 slot = 0;      // of the step that is scored next
     u32 parity = 0;
     i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
@@ -473,7 +473,7 @@ struct CodeMath {
     }
 };
 
-// What row `row` was divided by where its queries were not stored as they are, after QueryFactors::scale.
+// Divisor of row `row` where queries are stored scaled, after QueryFactors::scale.
 template <class C>
 MLA_DEVICE float row_factor(const CodeStorage<C>& s, i32 row) {
     if constexpr (C::kScaledQueries) {
@@ -511,8 +511,8 @@ MLA_DEVICE void first_scores(CodeStorage<C>& s, CodeMath<C>& math) {
     math.advance();
 }
 
-// The values of a step, and the scores of the next one, which comes in meanwhile: each hides what the other waits for.
-// Together they hide the copies of a later step, too.
+// The values of a step interleaved with the scores of the next one, which arrives meanwhile: each hides the latency of
+// the other. Together they also hide the copies of a later step.
 template <class C, class Out>
 MLA_DEVICE void values_and_scores(const typename C::Rows& block, CodeStorage<C>& s, CodeMath<C>& math, Out& out,
                                   bool due) {
@@ -585,7 +585,7 @@ MLA_DEVICE void run_item(const typename C::Rows& block, CodeStorage<C>& s, CodeM
 #pragma unroll 1
     for (i32 step = 0; step < steps; ++step) {
         const i32 token = begin + step * Few::kStepTokens;
-        __syncthreads();  // the scores are there; the values of the last step have been read
+        __syncthreads();  // scores are stored; the last step's values have been read
         const bool masked = C::Tokens::kMasked && token + Few::kStepTokens > seen_by_all;
         const i32 mine = math.row.first_token();
         const u32 present = s.present[step % kKnownCodeSteps][mine / kLaneTokens] >> mine % kLaneTokens;
@@ -593,7 +593,7 @@ MLA_DEVICE void run_item(const typename C::Rows& block, CodeStorage<C>& s, CodeM
         if constexpr (C::Tokens::kMasked) {
             if (masked) clean_codes(s, math.last_slot(), token, seen_by_all);
         }
-        __syncthreads();  // P is there; the scores have been read
+        __syncthreads();  // P is stored; the scores have been read
         if (step + 1 < steps) values_and_scores(block, s, math, out, (step > 0) & (math.loader.asked < steps));
     }
     if (steps > 0) last_values(s, math, out);
@@ -635,7 +635,7 @@ MLA_DEVICE void run_records(const DecodeParams& p, u8* smem) {
 }
 }  // namespace mla::attention::mma
 
-// What such a kernel tells the host, besides the layout of its parameters.
+// Facts of such a kernel, in addition to the layout of its parameters.
 #define MLA_MMA_RECORDS_FACTS(C)                                                    \
     MLA_FACT(threads, mla::attention::mma::kThreads);                               \
     MLA_FACT(smem_bytes, sizeof(typename mla::attention::mma::StorageOf<C>::Type)); \

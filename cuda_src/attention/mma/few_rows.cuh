@@ -1,7 +1,8 @@
-// The products of the mma.sync kernels for few rows, 16 or 32: scores and values of a step of 32 tokens.
+// The matmuls of the mma.sync kernels for few rows, 16 or 32: scores and values of a step of 32 tokens.
 //
-// Queries stay in registers as A fragments: a warp scores 16 tokens over its quarter of d, and needs no more of them.
-// Partial scores meet in shared memory. Keys are values, too, read by ldmatrix.trans; a warp adds up 64 columns.
+// Queries stay in registers as A fragments: a warp scores 16 tokens over its quarter of d, and holds only that quarter.
+// Partial scores are exchanged in shared memory. Keys are values, too, read by ldmatrix.trans; a warp accumulates 64
+// columns.
 #pragma once
 #include "attention/mma/softmax.cuh"
 #include "ptx/matrix.cuh"
@@ -12,11 +13,11 @@ template <class Latent_, class Rope_, i32 kRows_, i32 kHeadDimQk_, i32 kRopeStep
 struct FewRows {
     using Latent = Latent_;
     using Rope = Rope_;
-    static constexpr i32 kStepTokens = 32, kScoreTokens = 16;  // of a step, and those that a warp scores
+    static constexpr i32 kStepTokens = 32, kScoreTokens = 16;  // per step; scored by a warp
     static constexpr i32 kRows = kRows_, kRowTiles = kRows / kMmaRows;
     static constexpr i32 kHeadDimQk = kHeadDimQk_, kColumns = head_dim_v(kHeadDimQk);
     static constexpr i32 kScoreSteps = padded_row_bytes(kHeadDimQk) / kSegmentBytes;  // along d: one in each segment
-    static constexpr bool kPadded = kScoreSteps * kSegmentBytes > kHeadDimQk*(i32)sizeof(u16);  // by zeros
+    static constexpr bool kPadded = kScoreSteps * kSegmentBytes > kHeadDimQk*(i32)sizeof(u16);  // with zeros
     static constexpr i32 kRopeStep = kRopeStep_;
     using Softmax = SoftmaxLayout<kRows, kStepTokens>;
     using Queries = u32[kScoreSteps][kRowTiles][4];
@@ -57,7 +58,7 @@ MLA_DEVICE void load_queries(const Block& block, typename C::Queries& q, i32 war
     }
 }
 
-// Factors of a lane's scores where rows have none: those are 8 i + lane / 4.
+// Factors of 1 for a lane's scores, of rows 8 i + lane / 4.
 struct NoFactors {
     MLA_DEVICE constexpr float operator[](i32) const { return 1.f; }
 };

@@ -1,9 +1,8 @@
-// The ring of keys of the mma.sync kernels: rows of the cache, copied by cp.async, which are scored and then serve as
-// values.
+// The ring of keys of the mma.sync kernels: cache rows, copied by cp.async, that are scored and then serve as values.
 //
-// A step is 16 or 32 tokens. The ring is cut in octets, 8 tokens, so that it takes as much shared memory as there is.
-// Every thread copies: as many neighbouring threads a token as the step allows. Within each 128 bytes of a row, 16-byte
-// chunk c lies at position c ^ (row % 8), so that ldmatrix, plain or transposed, meets no bank conflict.
+// A step is 16 or 32 tokens. The ring is divided into octets of 8 tokens, so that it can use all available shared
+// memory. Every thread copies, with as many neighbouring threads per token as the step allows. Within each 128 bytes of
+// a row, 16-byte chunk c lies at position c ^ (row % 8), so that ldmatrix, plain or transposed, has no bank conflicts.
 #pragma once
 #include "attention/mma/block.cuh"
 #include "ptx/control.cuh"
@@ -17,7 +16,7 @@ constexpr i32 kChunkElems = 8;
 constexpr i32 kSegmentBytes = 128;  // a swizzled segment is eight chunks
 constexpr i32 kSegmentChunks = kSegmentBytes / kChunkBytes;
 
-// Of a row of so many columns, in whole segments.
+// Bytes of a row of `columns` elements, rounded up to whole segments.
 MLA_DEVICE constexpr i32 padded_row_bytes(i32 columns) {
     return ceil_div(columns * (i32)sizeof(u16), kSegmentBytes) * kSegmentBytes;
 }
@@ -26,11 +25,11 @@ template <i32 kHeadDim, i32 kOctets_, i32 kStepTokens_>
 struct KeyRing {
     static constexpr i32 kOctets = kOctets_, kStepTokens = kStepTokens_;
     static constexpr i32 kRowBytes = padded_row_bytes(kHeadDim);
-    static constexpr i32 kRowChunks = kHeadDim * (i32)sizeof(u16) / kChunkBytes;  // that are copied
+    static constexpr i32 kRowChunks = kHeadDim * (i32)sizeof(u16) / kChunkBytes;  // copied chunks of a row
     static constexpr i32 kPaddingChunks = kRowBytes / kChunkBytes - kRowChunks;
     static constexpr i32 kStepOctets = kStepTokens / kOctetTokens;
-    static constexpr i32 kTokenThreads = kThreads / kStepTokens;      // that copy one token
-    static constexpr i32 kWarpTokens = kWarpThreads / kTokenThreads;  // that a warp copies of a step
+    static constexpr i32 kTokenThreads = kThreads / kStepTokens;      // threads that copy one token
+    static constexpr i32 kWarpTokens = kWarpThreads / kTokenThreads;  // tokens of a step copied by a warp
     static constexpr i32 kOctetWarps = kOctetTokens / kWarpTokens;
     // The steps that the ring holds, if it is whole steps; otherwise parts of one more, and one that is read.
     static constexpr bool kWholeSteps = kOctets % kStepOctets == 0;
@@ -39,12 +38,12 @@ struct KeyRing {
     static_assert(kTileTokens % kStepTokens == 0, "a tile is whole steps");
     static_assert(kOctets >= 2 * kStepOctets, "a step is read while the next one arrives");
 
-    // Where octet `octet` of the step that begins at octet `first` of the ring lies.
+    // Ring position of octet `octet` of the step that begins at octet `first`.
     MLA_DEVICE static i32 position(i32 first, i32 octet) {
         const i32 at = first + octet;
         return at >= kOctets ? at - kOctets : at;
     }
-    // The same of an octet of that step: no step of a ring of whole steps goes past its end.
+    // Ring position within one step: in a ring of whole steps, no octet of a step goes past the end.
     MLA_DEVICE static i32 within(i32 first, i32 octet) { return kWholeSteps ? first + octet : position(first, octet); }
 
     // Byte offset of a chunk of row `row` of an octet.
@@ -66,7 +65,7 @@ MLA_DEVICE void init_keys(KeySlots<Ring>& keys) {
     for (i32 i = 0; i < Ring::kBarriers; ++i) mbarrier_init(keys.full[i], kThreads);
 }
 
-// By all threads, once: columns that no copy brings are multiplied by zeros of the queries, and must be finite.
+// Called once by all threads. Padding columns are multiplied by zeros of the queries, so they must be finite.
 template <class Ring>
 MLA_DEVICE void clear_padding(KeySlots<Ring>& keys) {
     constexpr i32 kChunks = Ring::kPaddingChunks;
@@ -95,7 +94,7 @@ struct RingCursor {
     }
 };
 
-// The same of a ring whose end is within a step.
+// A ring whose end may lie inside a step.
 template <class Ring>
 struct RingCursor<Ring, false> {
     i32 first = 0, barrier = 0;
@@ -114,13 +113,13 @@ template <class Ring>
 struct KeyLoader {
     RingCursor<Ring> at;  // of the next step to ask for
     i32 asked;            // steps of the item
-    // Of the token of that step that this thread helps to copy: its entry of the block table, its page, as read ahead
-    // there, its place in the page, and how many tokens from it on the item has.
+    // This thread's token of that step: its block-table entry, the page read ahead from it, the token's place in the
+    // page, and the item's remaining tokens from it on.
     const i32* entry;
     i32 page, offset, left;
     const u16* keys;  // this thread's first chunk of the pool's first row
     SmemAddr octets;  // the same of the ring's first octet
-    // A step further: so many pages, and tokens. A division for each block, and one for each item.
+    // Pages and tokens per step. Costs one division per block and one per item.
     i32 step_pages, step_tokens;
 
     template <class Block>
@@ -157,7 +156,8 @@ struct KeyLoader {
         }
     }
 
-    // Whether there is a step to ask for whose place is free, `done` steps having been read by all threads.
+    // Returns true if there is a step left to request whose slot is free, given that all threads have read `done`
+    // steps.
     MLA_DEVICE bool may_ask(i32 steps, i32 done) const {
         return asked < steps && Ring::kStepOctets * asked + octet() < Ring::kStepOctets * done + Ring::kOctets;
     }
@@ -175,7 +175,7 @@ struct KeyLoader {
         left -= Ring::kStepTokens;
     }
 
-    // Of the next step that will be asked for. A load: to be called where nobody waits.
+    // Loads the page of the next step to request. Call it where nobody waits for the load.
     MLA_DEVICE void look_up() { page = left > 0 ? *entry : -1; }
 
    private:
@@ -208,8 +208,8 @@ MLA_DEVICE u32 present_bits(const KeySlots<Ring>& s, i32 first, i32 token) {
     return (bytes | bytes >> 7 | bytes >> 14 | bytes >> 21) & 15;
 }
 
-// By all threads. 0 * NaN is not 0: of the tokens of a step that not every row sees, values that are not finite become
-// 0. True if this thread found one. `token` is the step's first.
+// Called by all threads. 0 * NaN is not 0: non-finite values become 0 in tokens of the step that not every row sees.
+// Returns true if this thread found one. `token` is the step's first.
 template <class Element, class Ring, i32 kColumns = kHeadDimV, class Keys>
 MLA_DEVICE bool clean_values(Keys& s, i32 first, i32 token, i32 seen_by_all) {
     i32 thread = threadIdx.x;

@@ -1,9 +1,9 @@
 // Attention of up to 32 query rows to FP8 records with mma.sync, for the kernels that differ in where a request's
 // tokens lie: in lists of slots (sparse_decode/mma.cu) or in pages (decode/mma_records.cu).
 //
-// Bytes of a step, 32 tokens, come by cp.async into shared memory that each warp has for itself. It converts them to
-// 16-bit keys, swizzled as those of mma_small.cu, whose products these kernels share. With two tiles of keys the next
-// step is converted beside the softmax:
+// A step is 32 tokens, whose bytes arrive by cp.async in shared memory private to each warp. The warp converts them to
+// 16-bit keys, swizzled like the keys of mma_small.cu, which shares these kernels' matmuls. With two tiles of keys the
+// next step is converted during the softmax:
 //
 //   scores   warp = 16 tokens, a quarter of d  | Q K^T  |            |          | Q K^T of the next step
 //   softmax  thread = 2 or 4 tokens of a row   |        | max, P     |          |
@@ -11,8 +11,8 @@
 //   values   warp = 64 columns                 |        |            | O += P V |
 //   loads    warp = 4 tokens, cp.async         |        | the step that takes the place of what was converted ->
 //
-// Where there is room for one tile only, the next step is converted after the values, between two more barriers.
-// Records with at most one scale for 128 columns have a form of their own: mma/codes.cuh.
+// With room for one tile only, the next step is converted after the values, between two more barriers. Records with at
+// most one scale per 128 columns use a faster form: mma/codes.cuh.
 #pragma once
 #include "attention/mma/few_rows.cuh"
 #include "attention/record_tokens.cuh"
@@ -21,9 +21,9 @@
 
 namespace mla::attention::mma {
 // ---- Formats ---------------------------------------------------------------------------------------------------
-// Scales of v4 are powers of two: a latent is exact in either 16-bit format. Those of v32 may be any number, and f16
-// rounds their products with P eight times finer than bf16; e4m3 without a scale is exact in f16, and there in one
-// instruction on newer GPUs. RoPE columns that are stored as bf16 have the format of the queries.
+// v4 scales are powers of two, so a latent is exact in either 16-bit format. v32 scales are arbitrary, and f16 rounds
+// their products with P eight times finer than bf16. e4m3 without a scale is exact in f16, and converts to f16 in one
+// instruction on newer GPUs. RoPE columns stored as bf16 use the format of the queries.
 template <class Record, class Element>
 struct RecordFormats {
     using Latent = float16;
@@ -48,7 +48,7 @@ template <class A>
 constexpr bool kAlike<A, A> = true;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-// What a kernel chooses. Tokens_ is one of attention/record_tokens.cuh.
+// Choices of a kernel. Tokens_ is one of attention/record_tokens.cuh.
 template <class Element_, class Record_, class Tokens_, i32 kBlockRows, i32 kSmemBytes_>
 struct MmaRecords {
     using Element = Element_;
@@ -56,27 +56,27 @@ struct MmaRecords {
     using Tokens = Tokens_;
     using Latent = typename RecordFormats<TokenRecord, Element>::Latent;
     using Rope = typename RecordFormats<TokenRecord, Element>::Rope;
-    static constexpr i32 kSmemBytes = kSmemBytes_;  // what a block may have
+    static constexpr i32 kSmemBytes = kSmemBytes_;  // shared memory of a block
     static constexpr i32 kHeadDimQk = kKeyColumns<TokenRecord>;
     static constexpr i32 kLatentSegments = TokenRecord::kLatentChunks * kRecordChunk * 2 / kSegmentBytes;
     using Few = FewRows<Latent, Rope, kBlockRows, kHeadDimQk, kLatentSegments>;
     using Rows = Block<kBlockRows, typename Tokens::Work>;
-    // bf16 queries beside f16 keys are multiplied by a power of two per row, which puts the row's largest element
-    // between 2^14 and 2^15: what is down to 2^-31 of it then has all of its bits in f16.
+    // bf16 queries with f16 keys are multiplied by a power of two per row, which puts the row's largest element between
+    // 2^14 and 2^15: elements down to 2^-31 of it keep all of their bits in f16.
     static constexpr bool kScaledQueries = !kAlike<Element, Latent>;
 };
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
-constexpr i32 kTokenLanes = 8;  // that have one token
+constexpr i32 kTokenLanes = 8;  // lanes per token
 constexpr i32 kLaneTokens = kWarpThreads / kTokenLanes;
-constexpr i32 kPieceCodes = 8;  // that a lane converts at a time, to one chunk
+constexpr i32 kPieceCodes = 8;  // codes that a lane converts at a time, to one chunk
 
 // A token's bytes in shared memory: its elements as in the record, without the scales, which lie apart.
 template <class Record>
 struct RawToken {
     static constexpr bool kWideRope = Record::kRopeKind != kE4m3;
-    // RoPE columns that have scales as the others do are read as further latent ones. Of v41, whose tokens may have
-    // the compact record in the second cache: half of the bytes, and twice those of scales.
+    // Scaled RoPE columns are read as further latent columns. In v41 the second cache may hold compact records, with
+    // half of the bytes and twice the scale bytes.
     static constexpr bool kScaledRope = kHasCompact<Record>;
     static constexpr i32 kLatentBytes = (Record::kLatentChunks + (kScaledRope ? kRopeChunks : 0)) * kRecordChunk;
     static constexpr i32 kLatentPieces = kLatentBytes / (kTokenLanes * kPieceCodes);  // of a lane
@@ -88,8 +88,7 @@ struct RawToken {
                                        : Record::kScale == kScaleFloat32 ? 16
                                        : Record::kScale == kScaleE8m0    ? 8
                                                                          : 0;
-    // Two tokens are read at once, 64 bytes of each. Those of odd tokens change places where all would hit the same
-    // banks.
+    // Two tokens are read at once, 64 bytes of each. Odd tokens swap halves where all lanes would hit the same banks.
     static constexpr bool kSwapped = kBytes % kSegmentBytes == 0;
     // 512 codes that have no scale, or one for each 128 of them: mma/codes.cuh has a faster form for these.
     static constexpr bool kFourGroups = kLatentBytes == 512 && !kScaledRope;
@@ -128,7 +127,7 @@ struct KeyTiles {
     MLA_DEVICE static u32 offset(i32 row, i32 chunk) { return Swizzle::offset(row, chunk); }
 };
 
-// Of so many steps it is known which tokens are there: those that are asked for, converted, or weighed.
+// Steps for which the present tokens are recorded: the requested, the converted and the weighed.
 constexpr i32 kKnownSteps = 8;
 
 template <class C>
@@ -151,7 +150,7 @@ struct RecordStorage {
     } keys;
     RawStep<typename C::TokenRecord> raw[Budget::kRawSteps];
     SoftmaxSlots<typename C::Few::Softmax> softmax;
-    u8 present[kKnownSteps][kWarps];  // bit = token of a warp: whether it is there
+    u8 present[kKnownSteps][kWarps];  // bit = token of a warp: present
     u32 largest[kQuarters][C::Few::kRows];
     ItemsOf<typename C::Tokens::Work> items;
     float factor[C::Few::kRows];
@@ -166,7 +165,7 @@ struct QueryFactors : NoFactors {
     MLA_DEVICE void scale(Shared&, typename C::Few::Queries&, i32, i32) {}
 };
 
-// What the scores of a row are multiplied by where its queries were not stored as they are.
+// Factors of a row's scores where its queries are stored scaled.
 template <class C>
 struct QueryFactors<C, true> {
     static constexpr i32 kHalves = 2 * C::Few::kRowTiles;  // a lane's rows: 8 i + lane / 4
@@ -174,15 +173,15 @@ struct QueryFactors<C, true> {
     float of[kHalves];
 
     MLA_DEVICE float operator[](i32 i) const { return of[i]; }
-    // Of the largest element of a row, without its sign.
+    // Factor for a row whose largest element has these bits, without the sign.
     MLA_DEVICE static float factor(u32 largest) { return power_of_two((i32)(largest >> 24) - 14); }
 
-    // By all warps, with a barrier of the block, since each has a quarter of a row.
+    // Called by all warps, with a block barrier, since each holds a quarter of a row.
     template <class Shared>
     MLA_DEVICE void scale(Shared& s, typename C::Few::Queries& q, i32 warp, i32 lane) {
 #pragma unroll
         for (i32 i = 0; i < kHalves; ++i) {
-            u32 largest = 0;  // signs are shifted out; what follows an exponent does not matter
+            u32 largest = 0;  // signs are shifted out; the bits after an exponent do not matter
 #pragma unroll
             for (i32 j = 0; j < 2 * C::Few::kScoreSteps; ++j) {
                 const u32 word = q[j / 2][i / 2][i % 2 + 2 * (j % 2)];
@@ -254,7 +253,7 @@ MLA_DEVICE u32 convert_rope(float16, u32 pair) {
     return cvt_x2(float16{}, x.x, x.y);
 }
 
-// Whether a token has the compact record, where some may.
+// Marks a token with the compact record, in kernels where some may have it.
 template <bool kSome>
 struct ShareKind {};
 template <>
@@ -262,7 +261,7 @@ struct ShareKind<true> {
     bool compact;
 };
 
-// What a lane converts of a token: pieces of latent columns, and of RoPE columns; the scales.
+// A lane's raw share of a token: pieces of latent columns and of RoPE columns, and the scales.
 template <class C>
 struct RawShare : ShareKind<kHasCompact<typename C::TokenRecord>> {
     using Record = typename C::TokenRecord;
@@ -289,7 +288,8 @@ struct RawShare : ShareKind<kHasCompact<typename C::TokenRecord>> {
         }
     }
 
-    // As keys: `to` is the lane's chunk of the row's first segment. A piece of all lanes of a token is a segment.
+    // Stores the share as keys. `to` is the lane's chunk of the row's first segment; one piece of all lanes of a token
+    // is a segment.
     MLA_DEVICE void store(u8* to, i32 token) const {
 #pragma unroll
         for (i32 piece = 0; piece < Raw::kLatentPieces; ++piece) {
@@ -337,8 +337,8 @@ struct RawShare : ShareKind<kHasCompact<typename C::TokenRecord>> {
     }
 };
 
-// One lane's share of loading and converting: an eighth of token `threadIdx.x / 8` of each step. Nobody but its warp
-// reads what it has loaded.
+// One lane's share of loading and converting: an eighth of token `threadIdx.x / 8` of each step. Only its own warp
+// reads the bytes that it has loaded.
 template <class C>
 struct RecordLoader {
     using Record = typename C::TokenRecord;
@@ -348,7 +348,7 @@ struct RecordLoader {
     static constexpr i32 kRawSteps = Shared::Budget::kRawSteps;
     static constexpr i32 kStepTokens = C::Few::kStepTokens;
 
-    typename C::Tokens::Place place;  // of the lane's token of the step that is asked for next, read ahead
+    typename C::Tokens::Place place;  // of the lane's token of the next step to request, read ahead
     i32 asked, slot;                  // steps of the item; the place of the step that is converted next
 
     MLA_DEVICE static i32 token() { return (i32)threadIdx.x / kTokenLanes; }
@@ -366,13 +366,13 @@ struct RecordLoader {
         }
     }
 
-    // Of the step that is asked for next. It may take a division and a load: to be called where nobody waits.
+    // Looks up the next step to request. It may cost a division and a load: call it where nobody waits.
     MLA_DEVICE void look_up(const typename C::Rows& block, i32 steps) {
         place = asked < steps ? C::Tokens::place(block.p, block.item(), next_token(block)) : C::Tokens::nowhere();
     }
 
-    // The lane's share of the step that is converted next. Then asks for the step that takes its place: past the last
-    // of the steps there is nothing to ask for, but a group of copies all the same, so that all waits are alike.
+    // The lane's share of the next step to convert. Then requests the step that takes its place. Past the last step
+    // there is nothing to request, but an empty group of copies is committed all the same, so that all waits are alike.
     MLA_DEVICE RawShare<C> fetch(const typename C::Rows& block, Shared& s, i32 steps, i32 warp) {
         cp_async_wait_group<kRawSteps - 1>();
         __syncwarp();
@@ -488,12 +488,12 @@ MLA_DEVICE void run_item(const typename C::Rows& block, RecordStorage<C>& s, Rec
         const i32 tile = step % kTiles, first = tile * KeyTiles<C>::kOctets;
         const bool more = step + 1 < steps;
         score<Few, KeyTiles<C>>(s.softmax, s.keys, first, math.q, math.factors, math.warp, math.lane);
-        __syncthreads();  // the scores are there; the values of the last step have been read
+        __syncthreads();  // scores are stored; the last step's values have been read
         if (kTiles > 1 && more) {
             math.loader.store(s, math.loader.fetch(block, s, steps, math.warp), tile ^ 1);
         }
         weigh(block, s, math, step, first);
-        __syncthreads();  // P is there; with two tiles, the keys of the next step, too
+        __syncthreads();  // P is stored; with two tiles, the next step's keys, too
         if (kTiles > 1 || !more) {
             add_values<Few, KeyTiles<C>>(s.softmax, s.keys, first, out, math.warp, math.lane);
         } else {
@@ -501,7 +501,7 @@ MLA_DEVICE void run_item(const typename C::Rows& block, RecordStorage<C>& s, Rec
             add_values<Few, KeyTiles<C>>(s.softmax, s.keys, first, out, math.warp, math.lane);
             __syncthreads();  // the values have been read
             math.loader.store(s, share, 0);
-            __syncthreads();  // the keys of the next step are there
+            __syncthreads();  // the next step's keys are stored
         }
         math.loader.look_up(block, steps);
     }

@@ -1,10 +1,10 @@
 // The softmax of a step of 32 tokens whose values have scales, one for each group of 128 columns.
 //
-// A weight times a scale may not fit float16: a scale can be 1e-10. Each token therefore splits its scales into one
-// power of two, that of the largest scale, and the rest of each. P is the weight times the power, computed in float32;
-// the products with values multiply by the rest. Each row also divides P by a power of two that follows the row's
-// largest P, as a running maximum follows the largest score, so that P fits float16. A token counts by its share of the
-// row's output: neither a small weight nor a small scale alone makes it 0.
+// A weight times a scale may not fit float16: a scale can be 1e-10. Each token therefore splits its scales into the
+// power of two of its largest scale and a remainder per group. P is the weight times the power, computed in float32;
+// the value matmuls multiply by the remainder. Each row also divides P by a power of two that follows the row's largest
+// P, as a running maximum follows the largest score, so that P fits float16. A token counts by its share of the row's
+// output: neither a small weight nor a small scale alone makes it 0.
 #pragma once
 #include "attention/mma/softmax.cuh"
 
@@ -19,7 +19,7 @@ constexpr float kMostWeight = 0x1p80f;
 // Scales beyond these count as they do where the power of two is chosen.
 constexpr float kLeastScale = 0x1p-60f, kMostScale = 0x1p100f;
 
-// The power of two that P takes of a token's scales.
+// The power of two by which P is multiplied, from a token's scales.
 MLA_DEVICE float scale_power(const float4& scales) {
     const float largest = fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y)), fmaxf(fabsf(scales.z), fabsf(scales.w)));
     const u32 exponent = __float_as_uint(fminf(fmaxf(largest, kLeastScale), kMostScale)) & 0x7f800000;
@@ -47,7 +47,7 @@ struct ScaledRow : SoftmaxRow<Layout, true> {
     // Exponent that `sum` is relative to, in base 2.
     MLA_DEVICE float reference() const { return this->max + shift; }
 
-    // Takes the step's scores and what P takes of its tokens' scales, leaves P; as SoftmaxRow::add_step.
+    // Like SoftmaxRow::add_step: turns the step's scores and its tokens' powers into P.
     template <class Block>
     MLA_DEVICE void add_step(const Block& block, SoftmaxSlots<Layout>& s, const float* of_step, i32 token, bool masked,
                              u32 present, float scale_log2) {
@@ -64,7 +64,7 @@ struct ScaledRow : SoftmaxRow<Layout, true> {
     }
 
    private:
-    // P is stored before it is known to fit, so that nobody waits for the vote.
+    // P is stored before the vote whether it fits, so that nothing waits for the vote.
     MLA_DEVICE void add_scores(SoftmaxSlots<Layout>& s, const Scores& x, const Powers& powers) {
         float weights, factor = 1.f;
         bool fits = weigh(weights, s, x, powers);
@@ -84,7 +84,7 @@ struct ScaledRow : SoftmaxRow<Layout, true> {
         u32 largest;
 #pragma unroll
         for (i32 i = 0; i < kTokens; i += 2) {
-            // Two subtractions: beside a huge `max` a sum loses `shift`.
+            // Two subtractions: next to a huge `max` a sum would lose `shift`.
             const float w0 = ex2_approx(x[i] - this->max - shift), w1 = ex2_approx(x[i + 1] - this->max - shift);
             sum = i == 0 ? w0 + w1 : sum + (w0 + w1);
             const u32 p = cvt_x2(float16{}, w0 * powers[i], w1 * powers[i + 1]);
@@ -94,8 +94,8 @@ struct ScaledRow : SoftmaxRow<Layout, true> {
         return !(largest + (0x80008000 - kLargestEnd) & 0x80008000) && !(sum > kMostWeight);
     }
 
-    // Cold. Returns the factor of what the row has added up. Rows whose threads all `fit` stay as they are, since a
-    // row's results must not depend on its neighbours'.
+    // Cold path. Returns the factor of the row's earlier sums. Rows whose threads all `fit` stay unchanged, since a
+    // row's results must not depend on its neighbours.
     MLA_DEVICE float follow(const Scores& x, const Powers& powers, bool fit) {
         float score = negative_infinity(), product = negative_infinity();
 #pragma unroll

@@ -1,34 +1,34 @@
-// The softmax of a step of 32 tokens: partial scores of the warps meet in shared memory, where each row has some
-// threads.
+// The softmax of a step of 32 tokens: the warps exchange partial scores in shared memory, and several threads share a
+// row.
 #pragma once
 #include "attention/mma/key_ring.cuh"
 #include "attention/online_softmax.cuh"
 
 namespace mla::attention::mma {
-constexpr i32 kQuarters = 4;  // of d: as many warps score the same tokens
+constexpr i32 kQuarters = 4;  // of d; four warps score the same tokens
 
 template <i32 kRows_, i32 kStepTokens>
 struct SoftmaxLayout {
     static constexpr i32 kRows = kRows_;
-    static constexpr i32 kLanes = kThreads / kRows;       // that share a row
-    static constexpr i32 kTokens = kStepTokens / kLanes;  // of each of them
+    static constexpr i32 kLanes = kThreads / kRows;       // threads per row
+    static constexpr i32 kTokens = kStepTokens / kLanes;  // tokens per thread
     // Eight more than a step: rows of scores, and rows of P for ldmatrix, hit different banks.
     static constexpr i32 kPitch = kStepTokens + 8;
     static_assert(kTokens == 2 || kTokens == 4, "within what one warp copies");
 };
 
-// What the warps exchange in shared memory.
+// Data that the warps exchange in shared memory.
 template <class Layout>
 struct SoftmaxSlots {
     alignas(16) float scores[kQuarters][Layout::kRows][Layout::kPitch];
     alignas(16) u16 p[Layout::kRows][Layout::kPitch];
-    float scale[Layout::kRows];      // by which a step's new maximum rescales what came before
-    alignas(8) u8 rescales[kWarps];  // whether a warp's rows have such a factor
+    float scale[Layout::kRows];      // factor of earlier sums under a step's new maximum
+    alignas(8) u8 rescales[kWarps];  // 1: a warp's rows have such a factor
 };
 
-// One row, seen from one of the threads that share it. With kVotes they look for the step's maximum only if some score
-// of a warp is so large that a running maximum has to follow, which is seldom: a vote instead of a chain of shuffles.
-// The true maximum is not known then.
+// One row, seen from one of the threads that share it. With kVotes the step's maximum is computed only if some score of
+// a warp is large enough to move a running maximum, which is rare: a vote instead of a chain of shuffles. The true
+// maximum is then unknown.
 template <class Layout, bool kVotes = false>
 struct SoftmaxRow {
     using Scores = float[Layout::kTokens];
@@ -78,7 +78,7 @@ struct SoftmaxRow {
         add_scores(element, block, s, x, token, masked, present, scale_log2);
     }
 
-    // The same of scores that have been loaded.
+    // add_scores for scores that are already loaded.
     template <class Element, class Block>
     MLA_DEVICE void add_scores(Element, const Block& block, SoftmaxSlots<Layout>& s, Scores& x, i32 token, bool masked,
                                u32 present, float scale_log2) {

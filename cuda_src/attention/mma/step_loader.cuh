@@ -1,18 +1,18 @@
-// Loads of the kernel for many rows, whose ring is whole steps of 16 tokens.
+// Loads for the kernel for many rows, with a ring of whole steps of 16 tokens.
 //
-// Where a token lies takes a division and a load from the block table. A warp copies two tokens of each step, and finds
-// out for 16 steps at once, a lane each, where its own lie: in two parts that are a step apart, so that it never waits
-// for the load. All warps do so in the same steps: if they took turns, each step would wait for one of them.
+// Finding a token's row takes a division and a load from the block table. A warp copies two tokens per step and looks
+// up its tokens of 16 steps at once, one per lane. The lookup has two halves, one step apart, so that the warp never
+// waits for the load. All warps look up in the same steps: if they took turns, every step would wait for one of them.
 #pragma once
 #include "attention/mma/key_ring.cuh"
 #include "ptx/control.cuh"
 
 namespace mla::attention::mma {
-constexpr i32 kRowSteps = 16;  // whose rows a warp looks up at once
-constexpr i32 kRowTables = 2;  // that are kept: of the steps that are asked for, and of the next ones
+constexpr i32 kRowSteps = 16;  // steps whose rows a warp looks up at once
+constexpr i32 kRowTables = 2;  // tables: one for the steps being requested, one for the next ones
 
 struct TokenRows {
-    // Of the lanes' tokens. Null: the token's page is not in the pool, or it is past the end.
+    // One row per lane. Null: the token's page is outside the pool, or the token is past the end.
     const u16* rows[kWarps][kRowTables * kWarpThreads];
     alignas(8) u8 present[kRowTables * kRowSteps][kWarps];  // bit = token of a warp: whether it has a row
 };
@@ -23,7 +23,7 @@ struct StepCursor {
     i32 first = 0;   // octet where the step begins
     u32 parity = 0;  // of its barrier
 
-    // The octet so many steps further; a step back is one less than a round.
+    // The octet `steps` steps further. A step back by n is a step ahead by a round less n.
     MLA_DEVICE i32 ahead(i32 steps) const {
         const i32 at = first + steps * Ring::kStepOctets;
         if constexpr ((Ring::kOctets & (Ring::kOctets - 1)) == 0) return at & (Ring::kOctets - 1);
@@ -42,7 +42,7 @@ MLA_DEVICE MBarrier& step_barrier(KeySlots<Ring>& s, i32 first) {
     return s.full[(u32)first / Ring::kStepOctets];
 }
 
-// What is asked for next.
+// The next step to copy.
 struct StepCopies {
     const u16* from;
     SmemAddr to;
@@ -53,7 +53,7 @@ struct StepCopies {
 template <class Ring>
 struct StepLoader {
     static constexpr i32 kSteps = Ring::kOctets / Ring::kStepOctets;  // of the ring
-    static constexpr i32 kLookUp = kRowSteps / 2;  // of a table's steps, the one that looks up the next table
+    static constexpr i32 kLookUp = kRowSteps / 2;                     // step of a table that looks up the next table
     static constexpr i32 kRounds = ceil_div(Ring::kRowChunks, Ring::kTokenThreads);  // of copies of a step
     static_assert(Ring::kWholeSteps && Ring::kWarpTokens * kRowSteps == kWarpThreads, "a lane for each token");
     static_assert(Ring::kTokenThreads == 2 * kSegmentChunks, "chunks of a round keep their segment when swizzled");
@@ -61,7 +61,7 @@ struct StepLoader {
 
     i32 page;  // of this lane's token, in the table that is being looked up
 
-    // Asks for the first of the item's `steps`, as many as the ring has room for, from `at` on.
+    // Requests as many of the item's first `steps` as the ring holds, from `at` on.
     template <class Block>
     MLA_DEVICE void begin(const Block& block, KeySlots<Ring>& s, TokenRows& table, StepCursor<Ring> at, i32 steps) {
         const i32 warp = uniform_warp();
@@ -75,7 +75,7 @@ struct StepLoader {
             finish(s, at.first);
             at.advance();
         }
-        __syncthreads();  // all know which tokens are there
+        __syncthreads();  // all threads know the present tokens
     }
 
     // The step that takes the place of step `done` - 1, at octet `first`, which all threads have read.
@@ -99,13 +99,13 @@ struct StepLoader {
         cp_async_mbarrier_arrive_noinc(step_barrier(s, first));
     }
 
-    // Whether `look_up` has something to do beside step `done`.
+    // Returns true if `look_up` does work during step `done`.
     MLA_DEVICE static bool looks_up(i32 done) {
         static_assert(kLookUp % 2 == 0, "two steps that differ in the last bit");
         return ((done + kSteps - 1) % kRowSteps | 1) == kLookUp + 1;
     }
 
-    // Looks up, if it is time, beside the step that took the place of step `done` - 1.
+    // Looks up, if it is time, during the step that took the place of step `done` - 1.
     template <class Block>
     MLA_DEVICE void look_up(const Block& block, TokenRows& table, i32 done, i32 warp) {
         const i32 step = done + kSteps - 1, at = (u32)step % kRowSteps;
@@ -120,7 +120,7 @@ struct StepLoader {
                lane % Ring::kWarpTokens;
     }
 
-    // As the block table says; below 0 past the end.
+    // The page in the block table; negative past the end.
     template <class Block>
     MLA_DEVICE static i32 page_of(const Block& block, i32 index, i32 warp) {
         const DecodeParams& p = block.p;
@@ -149,7 +149,7 @@ struct StepLoader {
     template <class Block>
     MLA_DEVICE static StepCopies next(const Block& block, KeySlots<Ring>& s, const TokenRows& table, i32 opaque_thread,
                                       i32 first, i32 step, bool due) {
-        opaque(opaque_thread);  // what follows from it is not worth registers across the loop
+        opaque(opaque_thread);  // values derived from it are not worth registers across the loop
         const u32 thread = opaque_thread, mine = thread / Ring::kTokenThreads, chunk = thread % Ring::kTokenThreads;
         const u32 lane = (u32)step * Ring::kWarpTokens % (kRowTables * kWarpThreads) + mine % Ring::kWarpTokens;
         const u16* row = table.rows[thread / kWarpThreads][lane];
@@ -161,7 +161,7 @@ struct StepLoader {
     }
 };
 
-// Of the tokens of step `step`, those that have a row: a bit each, in the bytes of the warps.
+// One bit per token of step `step` that has a row, one byte per warp.
 MLA_DEVICE u64 present_bits(const TokenRows& table, i32 step) {
     return *reinterpret_cast<const u64*>(table.present[(u32)step % (kRowTables * kRowSteps)]);
 }

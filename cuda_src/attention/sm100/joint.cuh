@@ -1,19 +1,19 @@
 // Attention with joint products of a pair of SMs on Blackwell: S = Q K^T and O = P V by `cta_group::2`, M = 128, both
 // sums in tensor memory.
 //
-// A block of the pair has 64 of 128 query rows that share keys (here called heads): of Q, of P, of both sums and of the
-// softmax, which therefore needs nothing of the other block. Of a tile of 128 keys it fetches half of the keys whole,
-// for the scores, and half of the value columns of all keys, for the values: a product takes half of the columns of
-// its second operand from each block, at the same places of both. The first block of the pair, its leader, issues
-// every product. These are the roles of the products and of the softmax, for kernels that differ in where keys come
-// from. What they choose is a type C:
+// Each block of the pair owns 64 of 128 query rows that share keys (here called heads): their Q, their P, both sums and
+// the softmax, which therefore needs no data from the other block. Of a tile of 128 keys a block fetches half of the
+// keys whole, for the scores, and half of the value columns of all keys, for the values: a product reads half of the
+// columns of its second operand from each block, at the same place in both. The first block of the pair, its leader,
+// issues every product. This file holds the product and softmax roles, for kernels that differ in where keys come from.
+// A kernel chooses with a type C:
 //
 //   kSwTilesQk    SW128 tiles of a key's columns
 //   Element       format of Q, keys, P and the result
-//   kWithRowMax   the largest score is wanted, too
+//   kWithRowMax   also return the largest score
 //
-// and its Storage is JointStorage. Work items are of tiles of 64 keys, of which a joint tile takes two; of an odd
-// number of them the last joint tile's second half has no keys.
+// and its Storage is JointStorage. Work items consist of tiles of 64 keys, and a joint tile is two of them; if their
+// number is odd, the second half of the last joint tile has no keys.
 #pragma once
 #include "attention/sm100/swapped.cuh"
 #include "ptx/tcgen05_pair.cuh"
@@ -116,10 +116,10 @@ MLA_DEVICE void init_joint_storage(Storage& s, u32 query_arrivals) {
 }
 
 // ---- Loads -----------------------------------------------------------------------------------------------------
-// The leader's barrier for what both blocks fetch.
+// The leader's barrier, which counts the fetches of both blocks.
 MLA_DEVICE ClusterAddr of_leader(MBarrier& barrier) { return map_to_rank(smem_addr(&barrier), kPairLeader); }
 
-// By one thread of each block, before it fetches `bytes` of its own.
+// Called by one thread of each block before it fetches `bytes` of its own.
 MLA_DEVICE void expect_of_both(MBarrier& full, u32 bytes, u32 rank) {
     if (rank == kPairLeader) mbarrier_arrive_expect_tx(full, kPairBlocks * bytes);
 }
@@ -179,13 +179,13 @@ struct JointProducts {
     }
 };
 
-// By a warp of the leader; `begin` waits for both blocks' Q of a work item.
+// Called by a warp of the leader; `begin` waits until both blocks have Q of a work item.
 template <class C, class Work, class Storage, class Begin>
 MLA_DEVICE void run_joint_mma_role(const DecodeParams& p, i32 split, Storage& s, TmemAddr tmem, Begin begin) {
     if (!elect_issuer()) return;
     const JointProducts<C, Storage> products{s, tmem};
     u32 tiles = 0;            // scored
-    bool accumulate = false;  // what the last one's values are added to
+    bool accumulate = false;  // the last tile's values are added to O
     for_items<Work>(p, split, [&](const WorkItem& item) {
         begin();
         for (i32 tile = item.tile_begin; tile < item.tile_end; tile += kHalves) {
@@ -290,7 +290,7 @@ struct JointSoftmax {
         fence_proxy_async();
     }
 
-    // `first` of the work item; `mask(scores, half)` hides what is not there, and `mend()` may change the tile's
+    // `first` of the work item; `mask(scores, half)` hides absent and unseen tokens, and `mend()` may change the tile's
     // values.
     template <class Mask, class Mend>
     MLA_DEVICE void tile(bool first, Mask mask, Mend mend) {
@@ -360,7 +360,7 @@ struct JointSoftmax {
         }
     }
 
-    // Of a work item `with` a tile or without.
+    // Stores a work item; `with`: it has at least one tile.
     MLA_DEVICE void store(const WorkItem& item, const BlockHeads& heads, bool with) {
         float total = 0.f;
         if (with) {

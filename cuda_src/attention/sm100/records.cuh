@@ -1,7 +1,7 @@
-// Attention to FP8 records on Blackwell: what the kernels choose, shared memory, barriers, roles. Warps that dequantise
-// are those of Hopper's kernels for few rows (attention/sm90/small_records.cuh), products and softmax those of
+// Attention to FP8 records on Blackwell: configuration, shared memory, barriers, roles. The dequantising warps come
+// from Hopper's kernels for few rows (attention/sm90/small_records.cuh), products and softmax from
 // attention/sm100/swapped.cuh; query rows that share keys are called heads. The kernels differ in where tokens lie
-// (attention/record_tokens.cuh), and in which of them a row sees.
+// (attention/record_tokens.cuh) and which of them a row sees.
 #pragma once
 #include "attention/sm100/swapped.cuh"
 #include "attention/sm90/small_records_dequant.cuh"
@@ -22,8 +22,8 @@ constexpr i32 kRegsSoftmax = 200, kRegsIssue = 72, kRegsDequant = 120;
 static_assert(kRegsSoftmax + kRegsIssue + 2 * kRegsDequant <= 4 * regs_at_entry(kRecordThreads), "what the block has");
 static_assert(sm90::kStagesKV == kStages, "stages");
 
-// What a kernel chooses, and the sizes that follow. Rows of the cache come through registers: beside Q of 64 heads
-// there is no room for them in shared memory.
+// Configuration of a kernel, and the sizes that follow. Cache rows come through registers: next to Q of 64 heads shared
+// memory has no room for them.
 template <class Element_, class Record, class Tokens, i32 kHeads_>
 struct RecordConfig : sm90::SmallRecords<Element_, Record, Tokens, kHeads_> {
     using Base = sm90::SmallRecords<Element_, Record, Tokens, kHeads_>;
@@ -85,7 +85,8 @@ MLA_DEVICE void store_item(SwappedSoftmax<C, RecordStorage<C>>& softmax, const W
     }
 }
 
-// `mask(block, scores, stage, item, tile, thread)` hides what a head does not see, and makes its values finite.
+// `mask(block, scores, stage, item, tile, thread)` hides tokens that a head does not see, and makes their values
+// finite.
 template <class C, class Mask>
 MLA_DEVICE void run_softmax_role(const SmallBlock<C>& block, RecordStorage<C>& s, TmemAddr tmem, i32 thread,
                                  Mask mask) {
@@ -98,8 +99,8 @@ MLA_DEVICE void run_softmax_role(const SmallBlock<C>& block, RecordStorage<C>& s
         for (i32 tile = item.tile_begin; tile < item.tile_end; ++tile) {
             const u32 parity = softmax.ring.full_parity();
             softmax.tile(tile == item.tile_begin, [&](auto& scores, i32 stage) {
-                // What the dequantising warps stored beside the tile, and the values: a commit need not pass on what
-                // its thread has waited for.
+                // Makes visible what the dequantising warps stored next to the tile, and the values: a commit need not
+                // pass on what its thread has waited for.
                 for (MBarrier& full : s.kv_full[stage]) mbarrier_wait(full, parity);
                 if (C::kScaled) own_factors<C::kHeads>(s.q_factors[0], thread).multiply(scores);
                 if (tile + 1 == item.tile_end) release(s.q_empty[0], thread);
@@ -132,7 +133,7 @@ MLA_DEVICE void run_records(const DecodeParams& p, RecordStorage<C>& s, Mask mas
 }
 }  // namespace mla::attention::sm100
 
-// The facts of a kernel with the choices `C`, beside those of its parameters.
+// Facts of a kernel with configuration `C`, in addition to the facts of its parameters.
 #define MLA_RECORDS_SM100_FACTS(C)                                                                      \
     static_assert(sizeof(mla::attention::sm100::RecordStorage<C>) <= kMaxDynamicSmem, "shared memory"); \
     MLA_FACT(threads, mla::attention::sm100::kRecordThreads);                                           \

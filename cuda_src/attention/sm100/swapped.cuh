@@ -1,16 +1,16 @@
 // Attention with swapped operands on Blackwell: S^T = K Q^T, O^T = V^T P^T, both sums in tensor memory.
 //
 // Keys are rows of the scores and dims rows of the result, so that few query rows that share keys (here called heads)
-// are few columns, and that every operand is read as it lies in memory: tiles of 64 keys in two stages of SW128 tiles,
-// which other roles fill. These are the roles of the products and of the softmax, for kernels that differ in where keys
-// come from. What they choose is a type C:
+// are few columns, and every operand is read as it lies in memory: tiles of 64 keys in two stages of SW128 tiles, which
+// other roles fill. This file holds the product and softmax roles, for kernels that differ in where keys come from. A
+// kernel chooses with a type C:
 //
 //   kHeads                      heads of a block
-//   kSwTilesQk, kLatentSwTiles  SW128 tiles of a key's columns, and those before the RoPE columns
-//   kGroupSwTiles, kGroups      so many SW128 tiles come and go together
-//   kQSwTileBytes               of an SW128 tile of Q
+//   kSwTilesQk, kLatentSwTiles  SW128 tiles of a key's columns, and of its latent columns alone
+//   kGroupSwTiles, kGroups      SW128 tiles that arrive and leave together; number of such groups
+//   kQSwTileBytes               bytes of an SW128 tile of Q
 //   Element, Latent, Rope       formats of the result, of keys and P, of RoPE columns
-//   kWithRowMax                 the largest score is wanted, too
+//   kWithRowMax                 also return the largest score
 //
 // and its Storage has, under these names:
 //
@@ -24,8 +24,8 @@
 //
 // Tiles are counted through all work items of a block; tile n is in stage n % 2. "products" is a commit: it arrives
 // when everything issued before it is done. So s_full of a tile also means that the products with the P of two tiles
-// before are done, and so the last phase of out_full[s]: the softmax waits for it only where it touches O^T. p_full of
-// a tile also means that its S^T has been read and, of a work item's first one, the last item's O^T.
+// before are done, and hence the last phase of out_full[s]: the softmax waits for it only where it touches O^T. p_full
+// of a tile also means that its S^T has been read and, for the first tile of a work item, the last item's O^T.
 #pragma once
 #include "attention/head_results.cuh"
 #include "ptx/control.cuh"
@@ -34,7 +34,7 @@
 
 namespace mla::attention::sm100 {
 constexpr i32 kTileKeys = kTileTokens;
-constexpr i32 kStages = 2;  // what fits: each of nine SW128 tiles
+constexpr i32 kStages = 2;  // two fit: each of nine SW128 tiles
 constexpr i32 kSwTilesV = kHeadDimV / kSw128Columns;
 constexpr i32 kSwTilesStage = kSwTilesV + 1;
 static_assert(kTileKeys == kSw128Rows, "an SW128 tile has the columns of all keys of a tile");
@@ -225,7 +225,7 @@ struct SwappedSoftmax {
         tcgen05_wait_st();
     }
 
-    // `first` of the work item; `mask` makes the products scores, and hides what is not there.
+    // `first` of the work item; `mask` turns the products into scores, and hides absent and unseen tokens.
     template <class Mask>
     MLA_DEVICE void tile(bool first, Mask mask) {
         const i32 stage = ring.stage();
@@ -271,7 +271,7 @@ struct SwappedSoftmax {
         for (i32 head = 0; head < kHeads; head += kPieceHeads) store_heads(item, block, head);
     }
 
-    // Of a work item without a tile.
+    // Stores a work item without a tile.
     MLA_DEVICE void store_nothing(const WorkItem& item, const BlockHeads& block) {
         HeadValues<kPieceHeads> zeros;
         zeros.fill(0.f);

@@ -1,12 +1,12 @@
 // Attention in FP8 on Hopper: the roles of two math warpgroups, which score tiles in turn and own half of the columns.
 //
-// Each scores its own tile, leaves P, adds the other's tile, and then its own, beside which the next one's scores
-// begin: while one of them has weights to compute, the other has products to issue.
+// Each warpgroup scores its own tile, stores P, adds the other's tile and then its own, during which the next scores
+// begin: while one warpgroup computes weights, the other issues products.
 //
 //   left    | S0 | weights 0 | O_L += P0 V0_L, S2 | weights 2 | O_L += P1 V1_L | O_L += P2 V2_L, S4 | ...
 //   right   | S1 |   weights 1   | O_R += P0 V0_R | O_R += P1 V1_R, S3 | weights 3 | O_R += P2 V2_R | ...
 //
-// The sums in registers are of float32, and so is their merge: see attention/sm90/fp8_math.cuh.
+// Sums stay in float32 registers and are merged in float32: see attention/sm90/fp8_math.cuh.
 #pragma once
 #include "attention/rounded_weights.cuh"
 #include "attention/sm90/fp8_math.cuh"
@@ -19,10 +19,10 @@ MLA_DEVICE float* fp8_row_maxima(Memory& s, i32 side) {
     return reinterpret_cast<float*>(s.p[side]);
 }
 
-// What the sums of weights have lost by cuts beyond what values lose is given back in part: weights have one sign, and
-// values of mean 0 lose nothing. Results are then as much too small where values have one sign as they are too large
-// where they have mean 0 (cuda_src/decode/fp8.md has a table). A sum of 32 tokens alone loses little.
-// Sums of weights in two terms, which lose nothing, are made smaller for the same reason.
+// Gives back part of the loss of weight sums that exceeds the loss of value sums: the tensor cores cut bits off,
+// weights have one sign, and values of mean 0 lose nothing. The correction balances the two cases: results are as much
+// too small for values of one sign as too large for values of mean 0 (cuda_src/decode/fp8.md has a table). A sum of 32
+// tokens alone loses little. Sums of weights in two terms lose nothing and are made smaller for the same reason.
 template <i32 kTerms>
 MLA_DEVICE float fp8_regain(i32 tokens) {
     constexpr float kRegain = kTerms == 1 ? 1.00015f : 0.99955f;
@@ -55,9 +55,9 @@ MLA_DEVICE void finish_fp8_row(const Block& block, const WorkItem& item, i32 sid
     }
 }
 
-// Writes this side's columns of the rows, in float32 or in 16 bits: two neighbouring ones of a row by each thread. All
-// that depends on the row is an offset, which a lane knows of its rows. Code that is run once per work item is fetched
-// for it, so it is short.
+// Writes this side's columns of the rows, in float32 or in 16 bits, two neighbouring columns per thread. Everything
+// that depends on the row is one offset, which a lane holds for its rows. The code runs once per work item and must be
+// fetched each time, so it is short.
 template <class Element, bool kWide, class Math>
 MLA_DEVICE void store_fp8_rows(const Math& math, u8* to, const i64 (&offsets)[Math::kRowsOfLane]) {
     constexpr i32 kBytes = kWide ? sizeof(float) : sizeof(u16);
@@ -87,8 +87,8 @@ MLA_DEVICE void store_fp8_rows(const Math& math, u8* to, const i64 (&offsets)[Ma
     }
 }
 
-// Partial results of results in bfloat16 may be bfloat16, too: that adds less than weights in e4m3 do, and few
-// sequences, whose tokens many blocks share, write and read half as much.
+// Partial results of bfloat16 results may be bfloat16, too. That adds less error than e4m3 weights, and halves the
+// traffic of few sequences, whose tokens many blocks share.
 template <class Element, class Math>
 MLA_DEVICE void store_fp8_out(const Math& math, const WorkItem& item) {
     const auto& block = math.block;
@@ -167,7 +167,7 @@ MLA_DEVICE i32 add_fp8_tiles(Math& math, const WorkItem& item, i32 stage) {
     return stage;
 }
 
-// What rows see of the two tiles that may have drafts, by a thread per row.
+// Called by one thread per row: stores what the rows see of the two tiles that may contain drafts.
 template <class Block>
 MLA_DEVICE void store_fp8_tree_words(const Block& block, const WorkItem& item, i32 row) {
     if constexpr (Block::Memory::kTree) {

@@ -15,7 +15,7 @@
 
 namespace mla::attention::sm90 {
 // ---- Sizes -----------------------------------------------------------------------------------------------------
-constexpr i32 kFp8MmaRows = 64;                                   // of Q in a product, whatever the block has
+constexpr i32 kFp8MmaRows = 64;                                   // of Q in a product, whatever the block's rows
 constexpr i32 kFp8Panels = kHeadDimV / kSw128ByteColumns;         // 4: SW128 tiles of latent columns
 constexpr i32 kFp8PanelsOfSide = kFp8Panels / 2;                  // each warpgroup owns half of the values
 constexpr u32 kFp8LatentBytes = kFp8Panels * kSw128Bytes;         // 32 KB
@@ -23,7 +23,7 @@ constexpr u32 kFp8TileBytes = kFp8LatentBytes + kSw64Bytes;       // 36 KB
 constexpr u32 kFp8QueryBytes = kFp8TileBytes;                     // of one term
 constexpr u32 kFp8WideTileBytes = kFp8LatentBytes + kSw128Bytes;  // 40 KB: with RoPE columns in an SW128 tile
 constexpr i32 kFp8Stages = 5, kFp8FewerStages = 4;                // of the ring
-constexpr i32 kFp8FewestStages = 3;                               // of wide tiles, beside queries in two terms
+constexpr i32 kFp8FewestStages = 3;                               // wide tiles, queries in two terms
 constexpr i32 kFp8MathThreads = 2 * kWarpgroupThreads;
 static_assert(kHeadDimRope == kSw64ByteColumns, "RoPE columns are a half SW128 tile");
 static_assert(kFp8FewerStages * kFp8WideTileBytes <= kFp8Stages * kFp8TileBytes, "fit in its place");
@@ -64,26 +64,26 @@ struct Fp8Ring {
 // p_full[side]     warps of the side (4) -         left, right      blocked
 // p_empty[side]    math warps (8)        -         the side         free
 //
-// The side that scores a tile leaves P and the tile's maxima. A second term of P lies in the tile, whose RoPE columns
-// nobody reads any more.
+// The side that scores a tile stores P and the tile's maxima. A second term of P goes into the tile's RoPE columns,
+// which nobody reads any more.
 template <i32 kRows>
 struct Fp8Stats {
     float reference[kRows];  // base 2
     float sum[kRows];        // of weights before they are rounded, and after
     float rounded_sum[kRows];
-    float factor[kRows];  // what turns the sum of weighted values into the result
+    float factor[kRows];  // factor from the sum of weighted values to the result
 };
 
 template <bool kTree, i32 kRows>
 struct Fp8TreeWords {};
 template <i32 kRows>
 struct Fp8TreeWords<true, kRows> {
-    u64 of_tile[2][kRows];  // bit t: the row sees token t; first tile: that of the first draft
+    u64 of_tile[2][kRows];  // bit t: the row sees token t; the first tile contains the first draft
 };
 
-// With kListed_ tiles are rows of a list, which all rows of the block see, gathered by threads, and the results have
-// the rows' maxima. Weights and queries are sums of so many terms in e4m3: the second one of weights takes the place of
-// its tile's RoPE columns, that of queries a stage.
+// With kListed_, tiles are rows of a list, which all rows of the block see and threads gather, and the results include
+// the rows' maxima. Weights and queries are sums of kWeightTerms_ and kQueryTerms_ terms in e4m3: the second term of
+// weights overwrites its tile's RoPE columns, the second term of queries takes a stage.
 template <i32 kRows_, bool kTree_, bool kListed_ = false, i32 kWeightTerms_ = 1, i32 kQueryTerms_ = 1>
 struct Fp8Storage {
     static constexpr i32 kRows = kRows_;
@@ -98,19 +98,19 @@ struct Fp8Storage {
     alignas(kSwizzleAtomBytes) u8 q[kQueryTerms * kFp8QueryBytes];
     alignas(kSwizzleAtomBytes) u8 kv[kRingBytes];
     alignas(kSwizzleAtomBytes) u8 p[2][kRows * kSw64RowBytes];
-    // The first one of eight columns that P is multiplied by, for its sums: 16 ones for each 16 tokens. The others are
-    // what follows, of which nothing comes but more columns: there is no room for ones.
+    // The first of eight columns that P is multiplied by, for its sums: 16 ones per 16 tokens. The other seven columns
+    // are the memory that follows, and only produce further columns: there is no room for more ones.
     alignas(16) u8 ones[kRows < 32 ? 64 : 16];
     float q_factors[kRows];
     float tile_max[2][kRows];  // of the tile of each side's P, base 2
     union Shared {
-        float factors[kWarpgroupWarps][kRows];  // of each warp's, by which it adds a tile's sums
+        float factors[kWarpgroupWarps][kRows];  // per warp: factors for adding a tile's sums
         Fp8Stats<kRows> stats;                  // at the end of a work item
     } side[2];
     u64 present[kStages];  // bit t: token t of the tile is there
     MBarrier kv_full[kStages], kv_empty[kStages];
     MBarrier p_full[2], p_empty[2];
-    i32 rows;  // of the KV head: math warpgroups have no register for it
+    i32 rows;  // of the KV head: math warpgroups have no register for them
     Fp8TreeWords<kTree, kRows> tree;
 
     MLA_DEVICE SmemAddr tile(const Fp8Ring& ring, i32 stage) const { return smem_addr(kv) + stage * ring.tile_bytes; }
@@ -124,7 +124,7 @@ MLA_DEVICE void init_fp8_storage(Storage& s, i32 rows, i32 load_arrivals = 1) {
     init_ring(s.kv_full, s.kv_empty, load_arrivals, 2 * kWarpgroupWarps);
     init_ring(s.p_full, s.p_empty, kWarpgroupWarps, 2 * kWarpgroupWarps);
     fence_mbarrier_init();
-    fence_proxy_async();  // of the ones; the same thread's of the queries would do, too
+    fence_proxy_async();  // for the ones; the same thread's fence for the queries would do, too
 }
 
 // Work as the schedule has it, in uniform registers: others are short.
@@ -142,7 +142,7 @@ struct Fp8Work : ScheduledWork {
 struct Fp8WorkIterator : WorkIteratorOf<Fp8Work> {
     using WorkIteratorOf<Fp8Work>::WorkIteratorOf;
 
-    // Whether there is another item, and then that: its request is known before its length is.
+    // Returns true if there is another item, whose request is known before its length.
     MLA_DEVICE bool goes_on(const DecodeParams& p) const {
         return !(request >= p.b || request > end.request || (request == end.request && end.tile == 0));
     }
@@ -151,7 +151,7 @@ struct Fp8WorkIterator : WorkIteratorOf<Fp8Work> {
     }
 };
 
-// What every role knows.
+// State shared by all roles.
 template <class Memory_>
 struct Fp8Block : RowBlock<Memory_::kRows, typename MaskedWork<Memory_::kTree, ScheduledWork>::Type> {
     using Rows = RowBlock<Memory_::kRows, typename MaskedWork<Memory_::kTree, ScheduledWork>::Type>;
@@ -173,6 +173,6 @@ struct Fp8Block : RowBlock<Memory_::kRows, typename MaskedWork<Memory_::kTree, S
     MLA_DEVICE Fp8WorkIterator items() const { return Fp8WorkIterator(this->p, this->split); }
 };
 
-// Named barriers: each side's own, and that of both.
+// Named barriers: one per side, and one for both.
 enum Fp8NamedBarrier : i32 { Fp8LeftOnly = 1, Fp8RightOnly, Fp8BothSides };
 }  // namespace mla::attention::sm90

@@ -24,7 +24,7 @@ template <class Owner>
 struct Fp8Math {
     using Memory = typename Owner::Memory;
     static constexpr i32 kRows = Memory::kRows;
-    static constexpr i32 kActiveWarps = kRows / kWarpColumns;  // that have rows of the block
+    static constexpr i32 kActiveWarps = kRows / kWarpColumns;  // warps with rows of the block
     static constexpr i32 kScoreParts = 3;                      // of the columns
     static constexpr i32 kScores = kFp8MmaRows * kTileTokens / kWarpgroupThreads;
     static constexpr i32 kBlockColumns = kSw128ByteColumns / 2;  // 64: of the output in a product
@@ -39,13 +39,13 @@ struct Fp8Math {
     const Owner& block;
     Memory& s;
     i32 side, warp;  // 0: left, 1: right; of the side's warps. Both sides run the same instructions.
-    // Of the tile to be scored next or just scored. Sums of values take the place of both, as long as nothing is
+    // Scores of the next tile to score or of the one just scored. Sums of values use both arrays while nothing is
     // scored.
     float scores[kScores], spare[kScores];
     float out[kBlocks][kSums];  // O^T: see `head_of`
-    // Of the rows of scores, what this side has scored. The lanes of a quad share a register: the sum of the weights,
-    // that of the rounded weights, and (twice) the reference of both; of a list
-    // the last one has the row's maximum.
+    // Per row of scores, for the tiles that this side has scored. The lanes of a quad share a register: the sum of the
+    // weights, the sum of the rounded weights, and (twice) the reference of both. With a list the last lane holds the
+    // row's maximum.
     float quad_state[kFragmentRows];
     float out_reference[kRowsOfLane];  // of the rows of `out`: the same in each warp
     Ring<kPhases> phases;
@@ -112,8 +112,8 @@ struct Fp8Math {
         for (i32 i = 0; i < kScores; ++i) scores[i] += part[i];
     }
 
-    // In three sums of 192 columns, added in float32: of terms of one sign, the tensor cores' own sum of all 576 would
-    // lose 0.5 %, these lose 0.1 % at most. The first one needs no registers but those of `scores`.
+    // Three sums of 192 columns each, added in float32: for terms of one sign, the tensor cores' own sum of all 576
+    // would lose 0.5 %; these lose at most 0.1 %. The first one needs no registers beyond `scores`.
     MLA_DEVICE void begin_scores(i32 stage) {
         const ScoreOperands operands(s, block.ring, stage);
         mbarrier_wait(s.kv_full[stage], phases.full_parity(stage));
@@ -162,8 +162,8 @@ struct Fp8Math {
     }
 
     // ---- Weights -----------------------------------------------------------------------------------------------
-    // The rows' maxima over the tile, in base 2: `tile_max` with four chains a row, and both rows' shuffles in turn.
-    // Those of one chain are what the whole of `publish` would wait for.
+    // The rows' maxima over the tile, in base 2. Unlike `tile_max` this runs four chains per row and interleaves both
+    // rows' shuffles: `publish` would wait for a single chain.
     MLA_DEVICE void find_tops(float (&tops)[kFragmentRows], const float (&scale_log2)[kFragmentRows]) const {
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
@@ -186,7 +186,7 @@ struct Fp8Math {
         for (i32 r = 0; r < kFragmentRows; ++r) tops[r] = fmaxf(tops[r] * scale_log2[r], kLowestMax);
     }
 
-    // Four weights as four bytes, or the same of two terms: in e4m3 what is nearest in float16, and what that leaves.
+    // Four weights as four bytes. With two terms: the float16 weight's nearest e4m3, and the remainder.
     MLA_DEVICE static void round_weights(u32 (&to)[kTerms][8], i32 word, const float (&x)[4]) {
         if constexpr (kTerms == 1) {
             to[0][word] = cvt_e4m3_x2(x[0], x[1]) | cvt_e4m3_x2(x[2], x[3]) << 16;
@@ -222,9 +222,10 @@ struct Fp8Math {
         return sum[0] + sum[1];
     }
 
-    // The sums of the rounded weights are P times a column of ones, by the warpgroup that has P: in even columns of the
-    // result, which are the first lane's of each quad. Each 32 tokens have a sum of their own. Those of two terms are
-    // not made: almost every weight of eight bits loses some beside a large one, and the sum before is as near.
+    // Sums of the rounded weights: P times a column of ones, on the warpgroup that holds P. They land in even columns
+    // of the result, in the first lane of each quad. Each 32 tokens have a sum of their own. With two terms they are
+    // not computed: almost every weight of eight bits loses some next to a large one, and the sum before rounding is as
+    // accurate.
     static constexpr i32 kTileSteps = kTileTokens / kMmaKBytes;
     using RowSums = float[kTileSteps][4];
 
@@ -242,8 +243,8 @@ struct Fp8Math {
         wgmma_commit_group();
     }
 
-    // Adds the tile's sums to the rows', by the tile's maxima: in the first lane of a quad those of the rounded
-    // weights, in the second one those of the weights before.
+    // Adds the tile's sums to the rows' sums, scaled by the tile's maxima: the first lane of a quad holds the sum of
+    // the rounded weights, the second lane the sum before rounding.
     MLA_DEVICE void add_sums(RowSums& sums, const float (&before)[kFragmentRows], const float (&tops)[kFragmentRows],
                              i32 lane) {
         if constexpr (kTerms == 1) {
@@ -280,7 +281,7 @@ struct Fp8Math {
             for (i32 r = 0; r < kFragmentRows; ++r) before[r] = weights(words, r, scale_log2[r], tops[r]);
         }
         if constexpr (kTerms > 1) {
-            sync_side();  // all of its warps have scored the tile: P takes the place of RoPE columns
+            sync_side();  // all of its warps have scored the tile: P overwrites the RoPE columns
             store_byte_words(s.tile(block.ring, stage) + kFp8LatentBytes, words[1], warp, lane);
         }
         mbarrier_wait(s.p_empty[side], phases.empty_parity(kPEmpty));  // no earlier: the other side may still add it
@@ -366,10 +367,10 @@ struct Fp8Math {
         share(factors);
     }
 
-    // 0 * NaN is not 0: NaN becomes 0 in what not every row of the block sees. A row that sees it is NaN by its score.
-    // Not before side `of` has scored it, since its values are its keys.
+    // 0 * NaN is not 0: NaN becomes 0 in tokens that not every row of the block sees. A row that sees the token is NaN
+    // by its score. Must wait until side `of` has scored the tile, since its values are its keys.
     MLA_DEVICE void sanitize(const WorkItem& item, i32 tile, i32 of, u8* values) {
-        if (Memory::kListed) return;  // what is not there has been written as zeros
+        if (Memory::kListed) return;  // absent rows are written as zeros
         const i32 first = max(item.seen_by_all - tile * kTileTokens, 0), end = item.tokens - tile * kTileTokens;
         if (first >= kTileTokens) return;
         mbarrier_wait(s.p_full[of], phases.full_parity(kPFull + of));
@@ -394,7 +395,7 @@ struct Fp8Math {
         }
     }
 
-    // Where the terms of a tile's P lie.
+    // Operand descriptors of the terms of a tile's P.
     using TermsOfP = SmemDesc[kTerms];
 
     // Starts a tile's sum for 64 columns, with the smaller term: see `start_scores`.
@@ -428,18 +429,18 @@ struct Fp8Math {
         }
     }
 
-    // Adds what a tile, scored by side `of`, has for this side's columns.
+    // Adds the values of a tile, scored by side `of`, to this side's columns.
     MLA_DEVICE void add_values(const WorkItem& item, i32 tile, i32 stage, i32 of) {
         add_values_of<false>(item, tile, stage, of, 0);
     }
 
-    // The same of a tile of this side, which then scores the tile in stage `then`.
+    // Adds a tile of this side, then scores the tile in stage `then`.
     MLA_DEVICE void add_values_and_score(const WorkItem& item, i32 tile, i32 stage, i32 then) {
         add_values_of<true>(item, tile, stage, side, then);
     }
 
-    // Two blocks of 64 columns are under way at a time, and beside the last one the first part of the scores: the
-    // tensor cores have work while results are added. Operands are read, and factors found, before what they wait for.
+    // Two blocks of 64 columns are in flight at a time, and with the last one the first part of the scores: the tensor
+    // cores have work while results are added. Operands are read and factors computed before the waits.
     template <bool kThenScore>
     MLA_DEVICE void add_values_of(const WorkItem& item, i32 tile, i32 stage, i32 of, i32 then) {
         mbarrier_wait(s.kv_full[stage], phases.full_parity(stage));

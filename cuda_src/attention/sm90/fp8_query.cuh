@@ -5,7 +5,7 @@
 #include "ptx/copy.cuh"
 
 namespace mla::attention::sm90 {
-// Where chunk `at` of a row lies in the operand: RoPE columns are a half SW128 tile.
+// Place of chunk `at` of a row in the operand: RoPE columns are half an SW128 tile.
 struct Fp8QueryPlace {
     static constexpr u32 kTermBytes = kFp8QueryBytes;
 
@@ -17,10 +17,10 @@ struct Fp8QueryPlace {
     }
 };
 
-// A warp's share of the query rows of a block, kRows / 8 of them: `start` asks for them, `finish` has them in shared
-// memory. Code that runs once per work item is fetched for it, often from memory, so it is short and does not jump:
-// what a row needs is computed by a lane each, and rows that do not begin at multiples of 16 bytes go one at a time,
-// apart.
+// A warp's share of the query rows of a block, kRows / 8 of them: `start` requests them, `finish` stores them in shared
+// memory. The code runs once per work item and must be fetched each time, often from memory, so it is short and does
+// not jump: each lane prepares one row, and rows that do not begin at multiples of 16 bytes are handled separately, one
+// at a time.
 template <class Query, class Block>
 struct Fp8QueryLoad {
     using OfQuery = Fp8QueryType<Query>;
@@ -31,7 +31,7 @@ struct Fp8QueryLoad {
 
     const Block& block;
     i32 first, lane;  // of the block's rows: the warp's first one
-    // Of row lane % kOfWarp of the warp: its memory, null if the block has no such row, and the factor of its scores.
+    // For row lane % kOfWarp of the warp: its memory, null if the block has no such row, and the factor of its scores.
     const Stored* from;
     float factor;
     bool aligned;

@@ -55,7 +55,7 @@ MLA_DEVICE void for_each_nonfinite(const RowBlock<kRows, Work>& block, const Wor
     const i32 last = min(item.tokens, item.tile_end * kTileTokens);
 #pragma unroll 1
     for (i32 token = max(first, 0); token < last; ++token) {
-        token = Work::next_hidden(item, token);  // what every row sees was multiplied as it is
+        token = Work::next_hidden(item, token);  // tokens that every row sees were not cleaned
         if (token >= last) break;
         const u16* values = cached_row(p, item.request, block.kv_head, token);
         if (values == nullptr) continue;
@@ -72,7 +72,7 @@ MLA_DEVICE void for_each_nonfinite(const RowBlock<kRows, Work>& block, const Wor
     }
 }
 
-// The same, added to the stored results.
+// Adds them to the results already stored.
 template <class Element, i32 kColumns, i32 kRows, class Work>
 MLA_DEVICE void fixup_nonfinite(const RowBlock<kRows, Work>& block, const WorkItem& item, i32 first_column,
                                 i32 thread) {

@@ -11,8 +11,8 @@
 
 namespace mla::attention::sm90 {
 // ---- Two records in one tile -----------------------------------------------------------------------------------
-// Sparse decode's second cache may have the compact record. The address of such a row, and that of its scales, which
-// are multiples of 16, have a one in the lowest bit.
+// Sparse decode's second cache may hold compact records. Addresses of rows and of scales are multiples of 16; the
+// lowest bit marks a compact row.
 struct v41_mixed : v41 {};
 
 template <class Record>
@@ -40,8 +40,8 @@ MLA_DEVICE uint4 unpacked_piece(const uint4& bytes, bool compact, i32 lane) {
 }
 
 // ---- Formats ---------------------------------------------------------------------------------------------------
-// Scales of v4 are powers of two: a latent is exact in either 16-bit format. Those of v32 may be any number, and f16
-// rounds the product eight times finer than bf16. RoPE columns have the format of the queries: bf16 as stored.
+// v4 scales are powers of two, so a latent is exact in either 16-bit format. v32 scales are arbitrary, and f16 rounds
+// the product eight times finer than bf16. RoPE columns use the format of the queries: bf16 as stored.
 template <class Record, class Element>
 struct KeyFormats {
     using Latent = Element;
@@ -101,14 +101,14 @@ struct TileWalk : Work::HeldItem {
         return true;
     }
 
-    // What `query_row` of Tokens knows the item by.
+    // The item's index for `query_row` of Tokens.
     MLA_DEVICE i32 queries() const {
         if constexpr (Work::kForms) return walk.group - 1;
         return this->request;
     }
 };
 
-// The same, with less to remember.
+// The walk with fewer registers.
 template <class Work>
 struct SlimTileWalk {
     SchedulePoint end;
@@ -153,7 +153,7 @@ struct SlimTileWalk {
     MLA_DEVICE i32 queries() const { return request; }
     MLA_DEVICE bool ends() const { return tile + 1 == tile_end; }  // its work item, with this tile
     MLA_DEVICE i32 at() const { return tile; }
-    MLA_DEVICE const SlimTileWalk& item() const { return *this; }  // what `place` of Tokens takes
+    MLA_DEVICE const SlimTileWalk& item() const { return *this; }  // the argument of `place` of Tokens
 
     // Tells the compiler that all lanes have the same.
     MLA_DEVICE void make_uniform() {
@@ -168,8 +168,7 @@ struct SlimTileWalk {
 // ---- Rows ------------------------------------------------------------------------------------------------------
 // Lane 4 g + c of a warp has bytes [16 c, 16 c + 16) of each piece of row g.
 
-// Where those of a piece are. Odd rows have the halves of RoPE swapped: eight lanes then store to eight different
-// banks.
+// Address of a piece. Odd rows have the halves of RoPE swapped, so that eight lanes store to eight different banks.
 template <class Record>
 MLA_DEVICE const u8* piece_address(const u8* row, i32 piece, i32 lane) {
     if constexpr (kMixed<Record>) {
@@ -185,21 +184,21 @@ MLA_DEVICE const u8* piece_address(const u8* row, i32 piece, i32 lane) {
     return row + at + lane % kPieceLanes * 16;
 }
 
-// Those of a piece; zeros where there is no row.
+// The codes of a piece; zeros for an absent row.
 template <class Record>
 MLA_DEVICE uint4 load_piece(const TokenBytes& token, i32 piece, i32 lane) {
     return ld_global_16(piece_address<Record>(token.data, piece, lane), token.data != nullptr);
 }
 
-// Whether RoPE columns have scales, as the latent ones do.
+// RoPE columns have scales, like the latent columns.
 template <class Record>
 constexpr bool kScaledRope = kSame<Record, v41> || kMixed<Record>;
 
-// Whether the scales of a row lie elsewhere than the row.
+// The scales of a row lie apart from the row.
 template <class Record>
 constexpr bool kScalesApart = Record::kScale == kScaleE8m0;
 
-// Read in place of a row that is not there: a load without a condition stays where it is, and its register, too.
+// Read in place of an absent row: an unconditional load stays where it is, and its register, too.
 __device__ alignas(16) const u8 kZeroRow[768] = {};
 
 struct NoScale {};
@@ -243,7 +242,7 @@ struct LaneScales<v4> {
     MLA_DEVICE float of_lane(i32 number) const { return e8m0_value(codes >> 8 * number & 0xff); }
 };
 
-// Each lane has four of sixteen, those of two pieces: a piece's are of its first two and its last two lanes.
+// Each lane holds four of sixteen scales, two pieces' worth: a piece's scales are in its first two and last two lanes.
 template <>
 struct LaneScales<v41> {
     u32 codes;
@@ -262,13 +261,13 @@ struct LaneScales<v41> {
     }
 };
 
-// The same, or of a compact row eight of 32: four of each of two pieces, one for each lane.
+// Scales of a wide row, or eight of the 32 of a compact row: four of each of two pieces, one per lane.
 struct MixedRow {
     uint4 low, high;
 };
 template <>
 struct LaneScales<v41_mixed> {
-    u32 even, odd;  // of a compact row those of its two pieces; else all are in the first
+    u32 even, odd;  // a compact row's two pieces; a wide row uses only the first
     bool compact;
 
     MLA_DEVICE static LaneScales of_words(const u32* words, bool compact, i32 lane) {
@@ -293,7 +292,7 @@ struct LaneScales<fp8> {
     MLA_DEVICE static LaneScales load(const TokenBytes&, i32) { return {}; }
 };
 
-// The same as pairs of 16-bit elements, for packed products.
+// The scales as pairs of 16-bit elements, for packed products.
 template <class Record, class Latent>
 struct RowScales {
     static constexpr i32 kOfLane = Record::kScale == kScaleFloat32 ? 1 : 2;
@@ -308,14 +307,14 @@ struct RowScales {
         }
     }
 
-    // By all lanes of the warp.
+    // Called by all lanes of the warp.
     MLA_DEVICE u32 of_piece(i32 piece, i32 lane) const {
         const i32 group = piece / kGroupPieces, owner = (lane & ~(kPieceLanes - 1)) | group / kOfLane;
         return __shfl_sync(kFullWarp, pair[group % kOfLane], owner);
     }
 };
 
-// The same where each lane has all scales of its row: no shuffles.
+// Scales where each lane holds all of its row: no shuffles.
 template <class Record, class Latent>
 struct WholeRowScales {
     typename LaneScales<Record>::OfRow row;
@@ -368,8 +367,8 @@ struct RowScales<fp8, Latent> {
     MLA_DEVICE NoScale of_piece(i32, i32) const { return {}; }
 };
 
-// The first or second two of four e4m3 numbers. `kUnshifted` takes the second two without a shift: an instruction less,
-// but the compiler holds more registers (sparse_decode/sm90.cu would spill).
+// The first or second two of four e4m3 numbers. `kUnshifted` converts the second two without a shift: one instruction
+// less, but the compiler holds more registers (sparse_decode/sm90.cu would spill).
 template <i32 kPair, bool kUnshifted>
 MLA_DEVICE u32 e4m3_pair(float16, u32 codes) {
     if (kPair == 0) return cvt_f16_x2_e4m3(codes);
@@ -381,7 +380,7 @@ MLA_DEVICE u32 e4m3_pair(bfloat16, u32 codes) {
     return cvt_x2(bfloat16{}, x.x, x.y);
 }
 
-// Those times their scale.
+// The codes times their scale.
 template <i32 kPair, bool kUnshifted, class Latent>
 MLA_DEVICE u32 dequantise(Latent, u32 codes, u32 scale) {
     return mul_x2(Latent{}, e4m3_pair<kPair, kUnshifted>(Latent{}, codes), scale);

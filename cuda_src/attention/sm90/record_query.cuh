@@ -1,7 +1,7 @@
-// Query rows as operands beside dequantised keys: latent columns in the keys' format, RoPE columns as they are.
+// Query rows as operands for dequantised keys: latent columns in the keys' format, RoPE columns unchanged.
 //
-// bf16 queries beside f16 keys are multiplied by a power of two per row, which puts the row's largest element between
-// 2^14 and 2^15: what is down to 2^-31 of it then has all of its bits in f16. Scores are multiplied by the inverse.
+// bf16 queries with f16 keys are multiplied by a power of two per row, which puts the row's largest element between
+// 2^14 and 2^15: elements down to 2^-31 of it keep all of their bits in f16. Scores are multiplied by the inverse.
 #pragma once
 #include "attention/record_tokens.cuh"
 #include "attention/sm90/record_keys.cuh"
@@ -55,7 +55,7 @@ struct QueryRow {
 // Inf or NaN, that is all that counts of the row.
 template <class Tile>
 MLA_DEVICE i32 largest_exponent(const QueryRow<Tile>& row) {
-    u32 largest = 15u << 24;  // signs are shifted out; what follows an exponent does not matter
+    u32 largest = 15u << 24;  // signs are shifted out; the bits after an exponent do not matter
 #pragma unroll
     for (i32 i = 0; i < row.kOfLane; ++i) {
         const u32* words = &row.chunk[i].x;

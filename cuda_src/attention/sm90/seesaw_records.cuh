@@ -1,6 +1,6 @@
 // Attention to FP8 records on Hopper, 64 query rows per block: the seesaw over keys that a warpgroup dequantises.
 //
-// What a tile goes through, for the kernels that differ in where a request's tokens lie: in lists of slots
+// Stages of a tile, shared by the kernels that differ in where a request's tokens lie: in lists of slots
 // (sparse_decode/sm90.cu) or in pages (decode/sm90_records_seesaw.cu). All rows of a block are of one query token, so
 // all of them see the same tokens.
 //
@@ -24,11 +24,11 @@
 
 namespace mla::attention::sm90 {
 // ---- Storage ---------------------------------------------------------------------------------------------------
-// What a scout says about a tile.
+// A scout's result for a tile.
 struct FoundTile {
     static constexpr u32 kRows = 0xffff, kFirst = 1u << 16, kLast = 1u << 17;
-    u32 bits;   // which of the warp's rows are there, and two more
-    i32 query;  // whose rows are stored after the tile, or kNoQuery
+    u32 bits;   // present rows of the warp, and two flags
+    i32 query;  // the query to store after the tile, or kNoQuery
 
     MLA_DEVICE bool first() const { return bits & kFirst; }  // of its work item: in stage 0
     MLA_DEVICE bool last() const { return bits & kLast; }    // of the split
@@ -53,7 +53,7 @@ struct RecordExtra {
 };
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-// What a kernel chooses. Tokens_ is one of attention/record_tokens.cuh. No SW128 tile of Q is kept in registers: they
+// Choices of a kernel. Tokens_ is one of attention/record_tokens.cuh. No SW128 tile of Q is kept in registers: they
 // go to the dequantising warps.
 template <class Element_, class TokenRecord_, class Tokens_>
 struct SeesawRecords : RecordTile<TokenRecord_> {
@@ -69,12 +69,12 @@ struct SeesawRecords : RecordTile<TokenRecord_> {
     static constexpr bool kFencedByConsumers = true;
     static constexpr i32 kResidentSwTile = kNothingResident;
 
-    // Queries beside keys of another format have been multiplied by a power of two each, see store_query_row of
-    // attention/sm90/record_query.cuh; the inverses are `q_factors`.
+    // Queries whose keys have another format are multiplied by a power of two each, see store_query_row of
+    // attention/sm90/record_query.cuh; `q_factors` holds the inverses.
     static constexpr bool kScaledQueries = !kSameFormat<Element, Latent>;
     static constexpr i32 kRaisedLog2 = kRaisedWeights<Latent>;
 
-    // Over pages, scouts walk on while scales come, and ask for those of "v4" a tile ahead. Over lists of slots its
+    // Over pages, scouts walk on while scales arrive, and request v4's scales a tile ahead. Over lists of slots that
     // build would spill 16 bytes.
     static constexpr bool kScoutsWalkOn = Tokens::kMasked;
 
@@ -90,8 +90,8 @@ struct SeesawRecords : RecordTile<TokenRecord_> {
 
 template <class C>
 struct RecordStorage : PairStorage<C, RecordNotes, RecordExtra<typename C::TokenRecord>, C::kPBuffers> {
-    // P of an odd tile takes the place of its RoPE columns, if those are no values. Only the right warpgroup scores the
-    // tile, and all of its warps sync between its scores and P. Before the place is written again, both warpgroups have
+    // P of an odd tile overwrites its RoPE columns, unless these are values. Only the right warpgroup scores the tile,
+    // and all of its warps synchronise between the scores and P. Before the tile is overwritten, both warpgroups have
     // released the stage.
     MLA_DEVICE u8* p(i32 stage) {
         if (stage == 0) return this->p_buffers[0];
@@ -133,7 +133,7 @@ constexpr i32 kNoQuery = -1;
 template <class C>
 MLA_DEVICE auto first_query_row(const RecordBlock<C>& block, i32 request, i32 warp) {
     i32 row = block.row0 + warp * kRowsOfWarp;
-    if constexpr (C::Work::kForms) opaque(row);  // or what follows from it would be kept from query to query
+    if constexpr (C::Work::kForms) opaque(row);  // values derived from it would be kept from query to query
     return C::Tokens::query_row(block.p, request, block.kv_head, row);
 }
 
@@ -144,8 +144,8 @@ MLA_DEVICE i32 query_rows_of_warp(const RecordBlock<C>& block, i32 warp) {
 }
 
 // ---- Scouts ----------------------------------------------------------------------------------------------------
-// What a scout remembers of the query rows of its dequantising warp, and how it asks for them. With optional inputs
-// this, the walk and TileBefore keep it in the lanes' words: attention/sm90/seesaw_records_forms.cuh.
+// A scout's state of its dequantising warp's query rows, and its requests for them. With optional inputs this, the walk
+// and TileBefore are kept in the lanes' words: attention/sm90/seesaw_records_forms.cuh.
 template <class C, class Walk = SlimTileWalk<typename C::Work>>
 struct ScoutedQuery {
     MLA_DEVICE static void remember(Walk&, const RecordBlock<C>&, i32) {}
@@ -221,8 +221,8 @@ struct Scout {
         }
     }
 
-    // Passes on where the rows of a tile are, and asks for the scales of the tile before. Rows that are not there are
-    // rows of zeros, with scales of zeros.
+    // Passes on the rows of a tile, and requests the scales of the tile before. Absent rows become rows of zeros with
+    // scales of zero.
     MLA_DEVICE void pass_on(const TokenBytes& bytes, u32 parity) const {
         auto& e = block.s.extra;
         if (own_lane() >= kRowsOfWarp) return;
@@ -248,7 +248,7 @@ struct Scout {
     }
 };
 
-// What a scout says about the tile that it has found, once it has the next one.
+// A scout's result for a tile, kept until it has found the next one.
 template <class Walk>
 struct TileBefore {
     u32 bits = 0;
@@ -334,7 +334,7 @@ struct PieceOrder {
     }
 };
 
-// Scales that stay in shared memory, where registers are short: those of one of two records.
+// Scales read from shared memory, for kernels short of registers: mixed records.
 template <class Latent>
 struct StoredScales {
     const u8* row;
@@ -375,7 +375,7 @@ struct Dequantiser {
     // A lane's first row of each tile.
     MLA_DEVICE i32 row0() const { return warp * kRowsOfWarp + lane / kPieceLanes; }
 
-    // Where the lane's bytes of its row r begin; tagged, of a compact row.
+    // Address of the lane's bytes of its row r; tagged if the row is compact.
     MLA_DEVICE const u8* bytes_of_row(i32 r) const {
         if constexpr (kOfTwo) {
             const u8* from = block.s.extra.rows[row0() + r * kRowStep];
@@ -472,9 +472,9 @@ struct Dequantiser {
         release(s.q_full, lane);
     }
 
-    // Stores pieces [begin, end) of a tile, and refills their registers with those of the next tile. The loads come
-    // after the warp's barrier, which keeps the compiler from moving them up: they would need other registers, and be
-    // waited for when they are copied back.
+    // Stores pieces [begin, end) of a tile, and refills their registers from the next tile. The loads come after the
+    // warp's barrier, which keeps the compiler from moving them up: there they would need other registers, and the copy
+    // back would wait for them.
     template <i32 kBegin, i32 kEnd>
     MLA_DEVICE void store_pieces(u8* tile, uint4 (&held)[Pieces::kOfTile], const Scales (&scales)[kRowsOfLane],
                                  const u8* const (&next)[kRowsOfLane]) const {
@@ -633,7 +633,7 @@ MLA_DEVICE void run_seesaw_records(const DecodeParams& p, u8* smem) {
 }
 }  // namespace mla::attention::sm90
 
-// What a kernel of these roles tells the host, beside the layout of its parameters.
+// Facts of a kernel with these roles, in addition to the layout of its parameters.
 #define MLA_SEESAW_RECORDS_FACTS(C)                                       \
     MLA_FACT(threads, mla::attention::sm90::kSeesawThreads);              \
     MLA_FACT(smem_bytes, sizeof(mla::attention::sm90::RecordStorage<C>)); \

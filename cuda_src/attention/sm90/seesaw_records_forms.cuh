@@ -1,14 +1,14 @@
-// The roles of attention/sm90/seesaw_records.cuh with optional inputs (attention/query_groups.cuh): queries whose
-// number varies from request to request, a window, queries in two arrays, results that are turned back.
+// The roles of attention/sm90/seesaw_records.cuh with optional inputs (attention/query_groups.cuh): a varying number of
+// queries per request, a sliding window, queries in two arrays, results that RoPE turns back.
 //
-// A split holds groups of one query each instead of requests, and query rows are two pieces. What a window leaves out
-// is not read. Scouts have 24 registers: they keep what they know of a group in one, a word in each lane.
+// A split holds groups of one query each instead of requests, and query rows are in two arrays. Tokens before the
+// window are not read. Scouts have 24 registers: they hold the state of a group in one register, one word per lane.
 #pragma once
 #include "attention/sm90/seesaw_records.cuh"
 
 namespace mla::attention::sm90 {
 // ---- Tokens ----------------------------------------------------------------------------------------------------
-// Without a division where pages are powers of two: a scout finds a tile's rows in less time than the tile takes.
+// No division if page sizes are powers of two: a scout finds a tile's rows in less time than the tile takes.
 // PERF(H200, 2026-11-27, v32, 64 heads, q_rope: 165.7 to 163.6 us)
 struct ShiftedTokens : SlimGroupedTokens {
     template <class Item>
@@ -42,7 +42,7 @@ struct SlimTileWalk<GroupedWork> : LaneWords {
     enum Word : i32 { kHidden, kGroup, kRequest, kSeenTokens, kFirstToken, kAtTile, kTileEnd, kFreeWord };
     bool first;
 
-    // What `place` of Tokens takes; `tokens` without what is hidden from the group.
+    // The argument of `place` of Tokens; `tokens` excludes those hidden from the group.
     struct Item {
         i32 request, tokens, first_token;
     };
@@ -108,7 +108,7 @@ struct TileBefore<SlimTileWalk<GroupedWork>> {
 
     MLA_DEVICE void recall(Ring<1>& ring, const Walk& walk) const { ring.phases = walk.get(kRound); }
     MLA_DEVICE void keep(const Ring<1>& ring, Walk& walk) const { walk.set(kRound, ring.phases); }
-    // All lanes have a part in what is said.
+    // All lanes take part: each holds a word of the result.
     MLA_DEVICE void say(FoundTile& to, const Walk& walk, bool last) const {
         const FoundTile found{walk.get(kBits) | (last ? FoundTile::kLast : 0), walk.get(kQuery)};
         if (own_lane() == 0) to = found;

@@ -1,24 +1,24 @@
 // Attention to FP8 records on Hopper for few query rows: warps that dequantise feed warpgroups that multiply.
 //
-// What a tile goes through, for the kernels that differ in where a request's tokens lie: in lists of slots
-// (sparse_decode/sm90_small.cu), in listed rows (sparse_forward/sm90_records.cu) or in pages (decode/sm90_records.cu).
-// Operands are swapped, see attention/sm90/swapped.cuh; query rows that share keys are called heads.
+// The kernels differ in where a request's tokens lie: in lists of slots (sparse_decode/sm90_small.cu), in listed rows
+// (sparse_forward/sm90_records.cu) or in pages (decode/sm90_records.cu). Operands are swapped, see
+// attention/sm90/swapped.cuh; query rows that share keys are called heads.
 //
 // Eight warps load rows, into registers or through shared memory, convert them to 16 bits
-// (attention/sm90/record_keys.cuh) and write SW128 tiles of two stages. What has been converted is asked for again of
-// the next tile at once, across work items, too: a whole tile is in flight all the time. A stage has three groups of
-// SW128 tiles, passed on one by one:
+// (attention/sm90/record_keys.cuh) and write SW128 tiles in two stages. As soon as a row is converted, its registers
+// are refilled from the next tile, also across work items: a whole tile is in flight all the time. A stage has three
+// groups of SW128 tiles, passed on one by one:
 //
 //   math     |   S^T group 0, 1, 2   | max, P | O^T += V^T P^T, group 0, 1, 2 | S'^T ...
 //   dequant  |        K' groups 0, 1, 2 ->          wait for a group, K'' ->
 //   loads    |  K''  ...                              K''' ...
 //
-// Of two math warpgroups each has the tiles of a stage, and the first one adds up both at the end of a work item.
+// With two math warpgroups each has the tiles of one stage, and the first one adds up both at the end of a work item.
 //
-// small_records_storage.cuh      what a kernel chooses; warps and registers of the roles; shared memory, barriers
+// small_records_storage.cuh      configuration; warps and registers of the roles; shared memory, barriers
 // small_records_conversion.cuh   a dequantising warp's query rows, and its rows of keys once it has their bytes
-// small_records_dequant.cuh      the dequantising role, where it finds its rows itself
-// small_records_scouts.cuh       warps that find rows, and the dequantising role that is told
+// small_records_dequant.cuh      the dequantising role that finds its rows itself
+// small_records_scouts.cuh       warps that find rows, and the dequantising role that uses them
 // small_records_math.cuh         the math role
 #pragma once
 #include "attention/sm90/small_records_dequant.cuh"
@@ -61,7 +61,7 @@ MLA_DEVICE void run_small_records(const DecodeParams& p, u8* smem) {
 }
 }  // namespace mla::attention::sm90
 
-// What such a kernel tells the host, besides the layout of its parameters.
+// Facts of such a kernel, in addition to the layout of its parameters.
 #define MLA_SMALL_RECORDS_FACTS(C)                                       \
     MLA_FACT(threads, C::kThreads);                                      \
     MLA_FACT(smem_bytes, sizeof(mla::attention::sm90::SmallStorage<C>)); \

@@ -1,5 +1,6 @@
-// Attention to FP8 records for few query rows: what a dequantising warp does whoever finds its rows. It writes rows of
-// keys, and query rows, as the tensor cores read them. See attention/sm90/small_records.cuh.
+// Attention to FP8 records for few query rows: the work of a dequantising warp that does not depend on who finds its
+// rows. It writes rows of keys, and query rows, in the layout of the tensor cores. See
+// attention/sm90/small_records.cuh.
 #pragma once
 #include "attention/sm90/record_query.cuh"
 #include "attention/sm90/small_records_storage.cuh"
@@ -53,7 +54,7 @@ struct DequantWarp {
         q_stage = (q_stage + 1) % C::kStagesQ;
     }
 
-    // Where a piece of the lane's row lies as it was loaded, if rows come through shared memory.
+    // Place of a raw piece of the lane's row, if rows come through shared memory.
     MLA_DEVICE u8* raw(i32 piece) const { return block.s.rows.bytes[warp][piece] + lane * 16; }
 
     template <class Scales>
@@ -69,7 +70,7 @@ struct DequantWarp {
         }
     }
 
-    // Which of the warp's rows are there, as one byte of the tile's bits.
+    // Stores the presence of the warp's rows as one byte of the tile's bits.
     MLA_DEVICE void store_presence(u32 rows) const {
         if (lane == 0) reinterpret_cast<u8*>(&block.s.present[stage])[warp] = (u8)rows;
     }

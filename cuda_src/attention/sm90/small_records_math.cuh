@@ -13,7 +13,7 @@ struct SmallMath : SwappedMath<C::kBlockRows, kSwTilesV> {
     Ring<kStagesKV> ring;
 };
 
-// S^T of the tile in the current stage, each group as soon as it is there. Returns which tokens are there.
+// S^T of the tile in the current stage, each group on arrival. Returns the present tokens.
 template <class C>
 MLA_DEVICE u64 score(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
     const SmemDesc k = uniform(k_major_desc(smem_addr(s.kv[math.stage])));
@@ -35,7 +35,7 @@ MLA_DEVICE u64 score(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
         }
     }
     wgmma_commit_group();
-    // What comes next is read while the products are on their way.
+    // Reads the next operands while the matmuls are in flight.
     constexpr bool kScaled = !kSameFormat<typename C::Element, typename C::Latent>;
     HeadValues<C::kBlockRows> factors;
 #pragma unroll
@@ -49,7 +49,7 @@ MLA_DEVICE u64 score(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
     return present;
 }
 
-// What HeadState::move_max does, of raised weights.
+// HeadState::move_max for raised weights.
 template <i32 kRaisedLog2, i32 kHeads>
 MLA_DEVICE HeadValues<kHeads> move_raised_max(HeadState<kHeads>& heads, const float (&warps)[kWarpgroupWarps][kHeads],
                                               float scale_log2, i32 thread) {
@@ -67,7 +67,7 @@ MLA_DEVICE HeadValues<kHeads> move_raised_max(HeadState<kHeads>& heads, const fl
     return scale;
 }
 
-// The same steps as update_maxima's.
+// Same steps as update_maxima.
 template <class C>
 MLA_DEVICE void update_raised_maxima(SmallMath<C>& math, float (&warps)[kWarpgroupWarps][C::kBlockRows],
                                      float scale_log2, i32 barrier, i32 thread) {
@@ -143,7 +143,7 @@ MLA_DEVICE void mask_tile(const SmallBlock<C>& block, SmallMath<C>& math, u64 pr
 
 // Makes V finite where not every row of the block sees the token; all scores of the tile must be done. The proxy fence
 // after P covers these writes, too. A row that does see NaN in a latent has a score of NaN, and so is NaN as a whole:
-// nothing has to be given back.
+// nothing needs to be restored.
 template <class C>
 MLA_DEVICE void sanitize_v(const SmallBlock<C>& block, const SmallMath<C>& math, const WorkItem& item, i32 tile,
                            i32 thread) {
@@ -157,7 +157,7 @@ MLA_DEVICE void sanitize_v(const SmallBlock<C>& block, const SmallMath<C>& math,
             sanitize_window<typename C::Latent, kSwTilesV>(block.s.kv[math.stage], of, tile, found, thread);
             return;
         }
-        if (item.seen_by_all >= min(first + kTileTokens, item.tokens)) return;  // what is not there is zeros
+        if (item.seen_by_all >= min(first + kTileTokens, item.tokens)) return;  // absent rows are zeros
         sanitize_rows<typename C::Latent, kSwTilesV>(block.s.kv[math.stage], max(item.seen_by_all - first, 0),
                                                      item.tokens - first, found, item.request, thread);
     }
@@ -184,9 +184,9 @@ MLA_DEVICE void process_tile(SmallBlock<C>& block, SmallMath<C>& math, const Wor
     if (C::kMathGroups == 1) math.stage ^= 1;
 }
 
-// Where the second math warpgroup leaves its part of a work item: in the memory of stage 1, whose last tile it has
-// therefore not released. A thread's maxima, sums and largest scores, then its columns; the thread of the first
-// warpgroup with the same number has the same heads and columns.
+// The second math warpgroup's part of a work item. It lies in the memory of stage 1, whose last tile that warpgroup has
+// therefore not released. Per thread: maxima, sums and largest scores, then its columns. The thread of the first
+// warpgroup with the same number holds the same heads and columns.
 template <class C>
 struct MathPart {
     static constexpr i32 kHeads = kHeadsOfThread<C::kBlockRows>;
@@ -249,7 +249,7 @@ MLA_DEVICE void add_part(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
     }
 }
 
-// By both math warpgroups: the first one has the whole item afterwards. `has_part`: the second one had a tile.
+// Called by both math warpgroups; the first one holds the whole item afterwards. `has_part`: the second one had a tile.
 template <class C>
 MLA_DEVICE void merge_parts(SmallStorage<C>& s, SmallMath<C>& math, bool has_part, i32 thread) {
     if (math.group > 0 && has_part) leave_part(s, math, thread);

@@ -1,5 +1,5 @@
-// Attention to FP8 records for few query rows: scouts, who find out where rows are, and the dequantising role that is
-// told so. See attention/sm90/small_records.cuh.
+// Attention to FP8 records for few query rows: scouts, which find the rows, and the dequantising role that reads the
+// scouts' results. See attention/sm90/small_records.cuh.
 #pragma once
 #include "attention/sm90/small_records_conversion.cuh"
 #include "ptx/copy.cuh"
@@ -69,7 +69,7 @@ MLA_DEVICE void run_scout_role(SmallBlock<C>& block, i32 thread) {
 }
 
 // ---- Dequant role ----------------------------------------------------------------------------------------------
-// What a lane is told of a tile.
+// A scout's result for one lane and tile.
 struct ScoutedRow {
     const u8 *data, *scales;  // of its row
     u32 present;              // of the warp's rows, as bits

@@ -1,4 +1,4 @@
-// Attention to FP8 records for few query rows: what a kernel chooses, and the shared memory of its roles. See
+// Attention to FP8 records for few query rows: a kernel's configuration, and the shared memory of its roles. See
 // attention/sm90/small_records.cuh.
 #pragma once
 #include "attention/record_tokens.cuh"
@@ -11,8 +11,8 @@
 
 namespace mla::attention::sm90 {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-// What a kernel chooses. Tokens_ is one of attention/record_tokens.cuh. With kTree_ a mask says which drafts a query
-// sees.
+// Configuration of a kernel. Tokens_ is one of attention/record_tokens.cuh. With kTree_ a mask selects the drafts that
+// a query sees.
 template <class Element_, class TokenRecord_, class Tokens_, i32 kBlockRows_, bool kTree_ = false>
 struct SmallRecords : RecordTile<TokenRecord_> {
     using Element = Element_;
@@ -23,7 +23,7 @@ struct SmallRecords : RecordTile<TokenRecord_> {
     using Rope = typename KeyFormats<TokenRecord, Element>::Rope;
     static constexpr i32 kBlockRows = kBlockRows_;
     static constexpr bool kTree = kTree_;
-    static constexpr bool kTensorMemory = false;  // where sums are, and then the rest of the storage is the kernel's
+    static constexpr bool kTensorMemory = false;  // sums in tensor memory; the kernel then has the rest of the storage
     static constexpr i32 kGroupSwTiles = 3;
     static constexpr i32 kGroups = ceil_div(Tile::kSwTilesQk, kGroupSwTiles);
     static constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kBlockRows>;
@@ -43,7 +43,7 @@ struct SmallRecords : RecordTile<TokenRecord_> {
     static_assert(kMathGroups * kRegsMath + 2 * kRegsDequant + (kScouted ? kRegsScout : 0) <=
                       kWarpgroups * kRegsAtEntry,
                   "registers of the block");
-    // Where rows are staged, there is room for 32 query rows once.
+    // Staged rows leave room for one stage of 32 query rows.
     static constexpr i32 kStagesQ = kStaged ? 1 : 2;
     // Tiles, and query rows with them, are written by ordinary stores and read by WGMMA. The fence between the two
     // makes a dequantising warp wait for its loads, so the mathematics have it where that is faster. PERF(H200,
@@ -67,7 +67,7 @@ struct SmallRecords : RecordTile<TokenRecord_> {
 // scouts    16..17, 48                                                            addresses of a tile's rows
 constexpr i32 kDequantWarps = 8;
 constexpr i32 kRowsOfWarp = kWarpThreads / kPieceLanes;
-constexpr i32 kScoutWarps = kTileTokens / kWarpThreads;  // of a warpgroup; the others have nothing to do
+constexpr i32 kScoutWarps = kTileTokens / kWarpThreads;  // of a warpgroup; the others are idle
 static_assert(kDequantWarps * kRowsOfWarp == kTileTokens && kTileTokens == kSw128Rows, "each row has its four lanes");
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
@@ -90,16 +90,16 @@ struct RawRows {
 template <>
 struct RawRows<0> {};
 
-// What the scouts have found out about a tile.
+// A scout's results for a tile.
 constexpr i32 kScoutStages = 4;
 constexpr i32 kNoQuery = -1, kNoTile = -2;
 
 template <class C>
 struct ScoutedTile {
-    const u8* rows[kTileTokens];  // where none is: some address, which is not read
+    const u8* rows[kTileTokens];  // absent rows: any address, which is not read
     const u8* scales[kScalesApart<typename C::TokenRecord> ? kTileTokens : 1];
     u64 present;
-    i32 query;  // where the tile is the first of a work item, else kNoQuery; or kNoTile
+    i32 query;  // if the tile is the first of a work item, else kNoQuery; or kNoTile
 };
 
 template <class C, bool = C::kScouted>
@@ -125,7 +125,7 @@ struct SmallStorage {
     MBarrier q_empty[C::kStagesQ];
 };
 
-// What the dequantising warps know of a block on Blackwell, whose sums are in tensor memory.
+// State shared by the dequantising warps on Blackwell, whose sums are in tensor memory.
 template <class C>
 struct SmallStorage<C, true> {
     // The ninth SW128 tile of a stage has the RoPE columns of the wider record until they are scored, then P.
@@ -147,7 +147,7 @@ struct SmallBlock : RowBlock<C::kBlockRows, typename MaskedWork<C::kTree, typena
     MLA_DEVICE SmallBlock(const DecodeParams& p, SmallStorage<C>& s) : Rows(p), s(s) {}
 };
 
-// By one thread, before the block's first barrier.
+// Called by one thread, before the block's first barrier.
 template <class C>
 MLA_DEVICE void init_storage(SmallStorage<C>& s) {
     for (i32 stage = 0; stage < kStagesKV; ++stage) {
@@ -159,7 +159,7 @@ MLA_DEVICE void init_storage(SmallStorage<C>& s) {
 }
 
 // ---- Tiles of a split ------------------------------------------------------------------------------------------
-// A tile of whose tokens the places have been asked for.
+// A tile with requested token addresses.
 template <class C>
 struct ListedTile {
     bool exists;

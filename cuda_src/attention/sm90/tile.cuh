@@ -10,19 +10,19 @@ constexpr i32 kSwTilesV = kHeadDimV / kSw128Columns;  // 8
 constexpr i32 kSwTilesHalf = kSwTilesV / 2;           // 4: one half of the values
 constexpr u32 kHalfBytes = kSwTilesHalf * kSw128Bytes;
 
-// Where the SW128 tiles of a half lie: one after another, or 8 rows of each in turn, which is how a box of several of
-// them arrives. RoPE columns, one SW128 tile, are the same in both.
+// Layout of a half's SW128 tiles: one after another, or 8 rows of each in turn, as a TMA box of several tiles arrives.
+// RoPE columns, a single SW128 tile, look the same in both.
 template <bool kRowsInTurn>
 struct HalfLayout {
     static constexpr i32 kRowsInAtom = kSwizzleAtomBytes / kSw128RowBytes;
     static constexpr u32 kNextSwTile = kRowsInTurn ? kSwizzleAtomBytes : kSw128Bytes;
     static constexpr u32 kNextRows = kRowsInTurn ? kSwTilesHalf * kSwizzleAtomBytes : kSwizzleAtomBytes;
 
-    // Of an SW128 tile within a tile of keys ...
+    // Offset of an SW128 tile within a tile of keys ...
     MLA_DEVICE static constexpr u32 sw_tile_offset(i32 sw_tile) {
         return sw_tile / kSwTilesHalf * kHalfBytes + sw_tile % kSwTilesHalf * kNextSwTile;
     }
-    // The descriptor of the RoPE columns from that of all others, at the same place.
+    // The descriptor of the RoPE columns, from the latent columns' descriptor at the same place.
     MLA_DEVICE static SmemDesc keys_desc(SmemDesc latent, i32 sw_tile) {
         if (!kRowsInTurn || sw_tile < kSwTilesV) return latent;
         return with_next_rows(latent, kSwizzleAtomBytes);

@@ -1,17 +1,17 @@
 // The seesaw where keys come late, half a tile after half a tile: between the scores of the two halves of its tile, a
 // warpgroup adds the values of the tile before.
 //
-// The split is that of decode/sm90_seesaw.cu: the left warpgroup scores the even tiles and the right one the odd ones,
-// and each multiplies every P with its own half of the values. Both do the same here, half a pair of tiles apart:
+// The split of decode/sm90_seesaw.cu: the left warpgroup scores the even tiles and the right one the odd ones, and each
+// multiplies every P with its own half of the values. Both run the same steps, half a pair of tiles apart:
 //
 //   left     S0_right | softmax 0 | O_L += P0 V0_L   | S0'_left | O_L += P1 V1_L | S0'_right | softmax 0' | ...
 //   right               S1_left | O_R += P0 V0_R   | S1_right | softmax 1 | O_R += P1 V1_R | S1'_left ...
 //   dequant  K1_left ->        K1_right ->       K0'_left ->           K0'_right ->
 //
-// So half of the scores are there when the right half of the keys arrives, and what frees the tile before does not wait
-// for it. No tile is there as a whole before both warpgroups are done with the tile two before it.
+// So half of the scores are done when the right half of the keys arrives, and releasing the previous tile does not wait
+// for it. No tile is complete before both warpgroups are done with the tile two before it.
 //
-// All rows of a block see the same tokens: V is not cleaned.
+// All rows of a block see the same tokens, so V is not cleaned.
 #pragma once
 #include "attention/sm90/turned_result.cuh"
 #include "attention/sm90/two_warpgroups.cuh"
@@ -47,7 +47,7 @@ MLA_DEVICE void start_other_tile(Storage& s, Math& math, i32 thread) {
     start_other_product<kRight>(s, math, kStage);
 }
 
-// The same, where no tile follows.
+// The last tile: none follows.
 template <bool kRight, class Storage>
 MLA_DEVICE void add_other_tile(Storage& s, Math& math, i32 thread) {
     start_other_tile<kRight>(s, math, thread);
@@ -70,10 +70,10 @@ MLA_DEVICE void score_beside_other_tile(Storage& s, Math& math, i32 thread) {
     finish(math);
 }
 
-// Masks the tokens of a tile that are not there, the same for all rows.
+// Masks the absent tokens of a tile, the same for all rows.
 MLA_DEVICE void mask_absent(Math& math, u64 present, i32 thread) {
     if (present == ~0ull) return;
-    opaque(thread);  // what follows from it is not worth registers across the loop
+    opaque(thread);  // values derived from it are not worth registers across the loop
     mask_scores(math.scores, TileMask{{kTileTokens, kTileTokens}, present}, thread);
 }
 
@@ -131,7 +131,7 @@ MLA_DEVICE void add_own_tile(Block& block, Math& math, i32 thread) {
 template <class Block>
 MLA_DEVICE void add_left_tiles(Block& block, Math& math, const WorkItem& item, i32 thread) {
     i32 tile = item.tile_begin;
-    start_scores(block.s, math, kOwnStage<false>);  // the first tile has none before it
+    start_scores(block.s, math, kOwnStage<false>);  // the first tile has no predecessor
     finish(math);
 #pragma unroll 1
     while (true) {
@@ -171,7 +171,7 @@ MLA_DEVICE void run_math_in_turns(Block& block, i32 thread) {
                 add_left_tiles(block, math, item, thread);
             }
             total_sums<kRight>(sums, block.s, math, thread);
-            release(block.s.q_empty, thread);  // only now: the next work item may overwrite what was read above
+            release(block.s.q_empty, thread);  // not earlier: the next work item may overwrite data that was read above
         }
         i32 row0 = block.row0;
         if constexpr (Work::kForms) {

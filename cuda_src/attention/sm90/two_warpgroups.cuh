@@ -1,5 +1,5 @@
-// Two warpgroups that share 64 query rows, in the attention kernels for Hopper: the shared memory between them, their
-// products, and what they report.
+// Two warpgroups that share 64 query rows, in the attention kernels for Hopper: their shared memory, their products,
+// and their messages.
 //
 //   S = Q K^T     (64 x d_qk) (d_qk x 64)   of a tile of 64 tokens, by the warpgroup that scores it
 //   O += P V      (64 x 64) (64 x 256)      of every tile, by both: each owns half of the value columns
@@ -37,7 +37,7 @@ struct PairTile : KeyTile<kHeadDimQk> {
     using Element = Element_;  // of results
     using Latent = Element_;   // of P, and of the operands' latent columns
     using Rope = Element_;     // of their RoPE columns
-    // The SW128 tile of Q that is kept in registers during a work item: P takes its place in shared memory.
+    // The SW128 tile of Q that stays in registers during a work item: P overwrites it in shared memory.
     static constexpr i32 kResidentSwTile = KeyTile<kHeadDimQk>::kSwTilesQk - 1;
     // Tiles are written through the generic proxy by threads that do not wait for it: each consumer fences after its
     // wait, before WGMMA reads the tile. (Bulk copies need no fence.)
@@ -47,8 +47,8 @@ struct PairTile : KeyTile<kHeadDimQk> {
 };
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
-// P of the tile in stage s goes to p(s). Notes is what a kernel's roles tell each other about tiles and rows, Extra
-// what a variant adds. (Members, as NVRTC checks a reference for null where a base has an offset.)
+// P of the tile in stage s goes to p(s). Notes are messages of a kernel's roles about tiles and rows; Extra holds the
+// additions of a variant. (Both are members, as NVRTC checks a reference for null where a base has an offset.)
 template <class Tile_, class Notes, class Extra, i32 kPBuffers = 1>
 struct PairStorage {
     using Tile = Tile_;
@@ -141,7 +141,7 @@ struct ScoreOperands {
           parity(math.ring.full_parity(stage)) {}
 };
 
-// Issues what a half of the keys in `stage` adds to S, as soon as it has arrived.
+// Issues the part of S from one half of the keys in `stage`, as soon as it has arrived.
 template <bool kRightHalf, class Storage>
 MLA_DEVICE void issue_scores(Storage& s, Math& math, i32 stage, const ScoreOperands& of) {
     using Tile = typename Storage::Tile;
@@ -286,8 +286,8 @@ MLA_DEVICE void total_sums(float (&sums)[kFragmentRows], Storage& s, Math& math,
     }
 }
 
-// The epilogue runs once per work item, so its instructions are rarely in the cache: what takes divisions is computed
-// once per row, by lane i for row i of the warp's 16 (the upper lanes repeat that), and shuffled.
+// The epilogue runs once per work item, so its instructions are rarely in the cache. Divisions are done once per row,
+// by lane i for row i of the warp's 16 (the upper lanes repeat them), and the results are shuffled.
 constexpr i32 kRowsPerWarp = kBlockM / kWarpgroupWarps;
 
 // From the fragment's rows to a lane per row ...

@@ -1,10 +1,10 @@
-// An upper bound of what a token of the sparse stage's loss adds to an element of the gradient by index keys, for the
-// binned sums of a deterministic call.
+// An upper bound of a token's contribution to an element of the gradient by index keys, for the binned sums of a
+// deterministic call of the sparse stage's loss.
 //
 //   c_t = |row_weight_t| sum_j |W_tj| max|iq_tj|,   largest = max_t c_t
 //
-// since both the softmax and the target are at most 1. Numbers that are not finite are ignored: what they add is not
-// finite either, in any order.
+// since both the softmax and the target are at most 1. Non-finite numbers are ignored: their contribution is non-finite
+// in any order.
 //
 // Grid: one warp per token.
 #include "indexer/loss/params.cuh"

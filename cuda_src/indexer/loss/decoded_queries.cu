@@ -13,7 +13,7 @@ MLA_LOSS_FACTS();
 MLA_FACT(threads, kThreads);
 MLA_FACT(block_elems, kThreads* kChunk);
 
-// Two codes as two bf16 numbers: the upper halves of floats, whose lower halves are zeros.
+// Two codes as two bf16 numbers: bf16 is the upper half of a float, and the lower half is zero here.
 MLA_DEVICE u32 decode_pair(u32 codes) {
     const u32 low = __float_as_uint(float8_e4m3fn::to_float(codes & 0xff));
     return low >> 16 | (__float_as_uint(float8_e4m3fn::to_float(codes >> 8 & 0xff)) & 0xffff0000u);

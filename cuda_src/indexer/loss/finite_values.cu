@@ -1,8 +1,8 @@
-// A copy of the attention's values for the tensor cores, with zeros for elements that are not finite; and which tiles
-// of keys have such elements.
+// A copy of the attention's values for the tensor cores, with zeros for non-finite elements; and the tiles of keys with
+// such elements.
 //
-// A key that a token does not see is multiplied by its probability all the same, which is 0: 0 * NaN would be NaN. The
-// tokens that do see it get what is not finite afterwards.
+// A key that a token does not see is multiplied by a probability of 0 all the same, and 0 * NaN is NaN. The tokens that
+// do see it get the non-finite elements afterwards.
 //
 // Grid: one block per tile of keys.
 #include "indexer/loss/params.cuh"
@@ -31,7 +31,7 @@ MLA_DEVICE bool copy_elements(const LossParams& p, i32 first_key, i32 keys) {
     return found;
 }
 
-// The same, 16 bytes at a time.
+// Copies 16 bytes at a time.
 MLA_DEVICE bool copy_chunks(const LossParams& p, i32 first_key, i32 keys) {
     const i32 chunks = p.value_dim / kChunkElems;
     bool found = false;

@@ -1,9 +1,9 @@
-// The main attention beside the warm-up loss, on any GPU, in fp32: its log-sum-exps and its output.
+// The main attention next to the warm-up loss, on any GPU, in fp32: its log-sum-exps and its output.
 //
 //   lse = log(sum_s exp(scale * q . k_s)),   out = sum_s exp(scale * q . k_s - lse) v_s
 //
-// Grid: x = groups of four heads, y = tokens, which take turns beyond the limit of the grid. A warp has one token and
-// head, and takes its keys one after the other, with a running maximum.
+// Grid: x = groups of four heads, y = tokens, which wrap around beyond the limit of the grid. A warp handles one token
+// and head, one key after the other, with a running maximum.
 #include "indexer/loss/generic_rows.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"

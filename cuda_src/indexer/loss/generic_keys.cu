@@ -2,8 +2,8 @@
 //
 //   d_index_k[s] = sum_t sum_j G[t, s] W[t, j] [iq_tj . ik_s > 0] iq_tj
 //
-// with W = score_unit * weights. Grid: one warp per key. It takes the chunk's tokens and heads one after the other, and
-// goes on where the chunk before has stopped: sums are made in one order, so their bits are always the same.
+// with W = score_unit * weights. Grid: one warp per key. It processes the chunk's tokens and heads one after the other,
+// and continues the sums of the previous chunk: they are made in one order, so their bits are always the same.
 #include "indexer/loss/generic_rows.cuh"
 #include "ptx/control.cuh"
 

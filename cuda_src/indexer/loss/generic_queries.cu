@@ -2,9 +2,9 @@
 //
 //   dq' = sum_s G[s] [iq . ik_s > 0] ik_s,   d_index_q = W dq',   d_weights = score_unit * iq . dq'
 //
-// with W = score_unit * weights; of codes, ik in the sum is k_scale ik, and d_index_q = W / q_scale dq'. Grid: x =
-// groups of four index heads, y = tokens of the chunk, which take turns. A warp has one token and head, and takes its
-// keys one after the other.
+// with W = score_unit * weights; for codes, ik in the sum is k_scale ik, and d_index_q = W / q_scale dq'. Grid: x =
+// groups of four index heads, y = tokens of the chunk, which wrap around. A warp handles one token and head, one key
+// after the other.
 #include "indexer/loss/generic_rows.cuh"
 #include "ptx/control.cuh"
 

@@ -1,5 +1,5 @@
-// The rows that the losses' kernels for any GPU read, over the lanes of a warp: queries and keys, whole or in two
-// arrays, and those of the indexer, in bf16 or e4m3.
+// Rows that the losses' kernels for any GPU read, over the lanes of a warp: queries and keys, whole or in two arrays,
+// and the indexer's queries and keys, in bf16 or e4m3.
 #pragma once
 #include "indexer/loss/lane_row.cuh"
 #include "indexer/loss/params.cuh"

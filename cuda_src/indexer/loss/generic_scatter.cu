@@ -1,11 +1,11 @@
-// The gradient of the sparse stage's loss by index keys, on any GPU, in fp32: what each token adds to the keys of its
-// list.
+// The gradient of the sparse stage's loss by index keys, on any GPU, in fp32: each token's contributions to the keys of
+// its list.
 //
 //   sums[row(s)] += sum_j G[t, s] W[t, j] [iq_tj . ik_row(s) > 0] iq_tj
 //
-// with W = score_unit * weights. Grid: x = groups of four places of a list, y = tokens of the chunk; both take turns. A
-// warp has one token and place, sums over the heads in registers, and adds to memory once: atomically, to the bin that
-// the number belongs to if the sums are to have the same bits in every run.
+// with W = score_unit * weights. Grid: x = groups of four places of a list, y = tokens of the chunk; both wrap around.
+// A warp handles one token and place, sums over the heads in registers, and adds to memory once, atomically; in a
+// deterministic call to the number's bin.
 #include "indexer/loss/generic_rows.cuh"
 #include "ptx/control.cuh"
 #include "tile/binned_sum.cuh"

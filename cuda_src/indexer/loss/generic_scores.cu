@@ -1,11 +1,11 @@
-// What the target and the scores of the indexer's losses are made of, on any GPU, in fp32.
+// Targets and scores of the indexer's losses before normalisation, on any GPU, in fp32.
 //
 //   one row per token:   target[s] = sum_h exp(scale * q_h . k_s - lse_h),   score[s] = sum_j W_j max(iq_j . ik_s, 0)
 //   one row per head:    target[s] = target_scale * q_h . k_s,               score[s] = W_h max(iq_h . ik_s, 0)
 //
-// with W = score_unit * weights; scores of codes times the key's scale. Grid: x = groups of four keys, y = tokens of
-// the chunk; both take turns. A warp has one token and key, and takes the heads one after the other. Heads with an
-// infinite lse have no part. Without heads of one kind, nothing of it is stored.
+// with W = score_unit * weights; scores of codes are also multiplied by the key's scale. Grid: x = groups of four keys,
+// y = tokens of the chunk; both wrap around. A warp handles one token and key, one head after the other. Heads with an
+// infinite lse do not contribute. Without heads of one kind (attention or index), nothing of that kind is stored.
 #include "indexer/loss/generic_rows.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
@@ -25,7 +25,7 @@ MLA_FACT(max_index_dim, kMaxIndexDim);
 using KeyRow = LaneRow<kMaxHeadDim>;
 using IndexRow = LaneRow<kMaxIndexDim>;
 
-// What a head adds to the target of its token, or its own target.
+// A head's contribution to its token's target, or its own target.
 MLA_DEVICE float target_of(const LossParams& p, i32 token, i32 head, float product) {
     if (p.per_head) return p.target_scale * product;
     const float lse = p.lse[token * p.lse_stride_token_elems + head * p.lse_stride_head_elems];

@@ -17,8 +17,8 @@ struct LaneRow {
         for (i32 i = 0; i < kItems; ++i) x[i] = 0.f;
     }
 
-    // value(bits) of the elements, whose bits are element(i); zeros beyond the row's end. Only loads depend on the end:
-    // branches around more would take registers.
+    // value(bits) of the elements with the bits element(i); zeros beyond the row's end. Only loads depend on the end:
+    // branches around more code would take registers.
     template <class Element, class Value>
     MLA_DEVICE void load_each(i32 elems, i32 lane, Element element, Value value) {
 #pragma unroll

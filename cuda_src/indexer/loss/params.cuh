@@ -1,9 +1,9 @@
 // The parameters of the kernels of the indexer's losses.
 //
-// Tokens are taken in chunks. A chunk has a row of numbers per token, or, with targets per head, per token and head:
-// what the main attention gives each key (`target`), and the indexer's score of it (`scores`), which becomes the
-// gradient by that score. Targets that the caller gives are those of all tokens. In the sparse stage, the keys of a
-// token are the places of its list.
+// Tokens are processed in chunks. A chunk has a row of numbers per token, or, with targets per head, per token and
+// head: the main attention's weight of each key (`target`), and the indexer's score of it (`scores`), which becomes the
+// gradient by that score. The caller's targets cover all tokens. In the sparse stage, the keys of a token are the
+// places of its list.
 #pragma once
 #include "common/facts.cuh"
 #include "common/types.cuh"
@@ -24,7 +24,7 @@ struct LossParams {
     const void* weights;       // (s_q, h_i), fp32 or bf16
     const float* k_scale;      // (s_kv,): of codes, or null: 1
     const float* q_scale;      // (s_q, h_i): those that `weights` contain, or null: 1
-    const float* lse;          // (s_q, h): what the target is made with; not per head
+    const float* lse;          // (s_q, h), for the target; not per head
     const float* row_weights;  // (s_q,), or null: 1
     const i32* cu_seqlens_q;   // (b + 1,), or null: one sequence
     const i32* cu_seqlens_kv;  // (b + 1,), or null
@@ -32,9 +32,9 @@ struct LossParams {
     float* target;             // (chunk, rows, keys): sums of exp(scale * q.k - lse), or target_scale * q.k
     float* scores = nullptr;   // (chunk, rows, keys): the indexer's scores, then the gradient by them
     u16* gradient = nullptr;   // (chunk, keys), bf16: k_scale G, zero up to the end of a tile of keys; or null
-    u16* finite_keys = nullptr;      // (s_kv, d_i), bf16: index_k with zeros for what is not finite; or null
-    u16* decoded_queries = nullptr;  // (chunk, h_i, d_i), bf16: index_q, where these are codes; or null
-    u16* finite_values = nullptr;  // (s_kv, d_v), bf16: v with zeros for what is not finite, rows of 16 bytes; or null
+    u16* finite_keys = nullptr;         // (s_kv, d_i), bf16: index_k, non-finite elements zeroed; or null
+    u16* decoded_queries = nullptr;     // (chunk, h_i, d_i), bf16: index_q, where these are codes; or null
+    u16* finite_values = nullptr;       // (s_kv, d_v), bf16: v, non-finite elements zeroed, rows of 16 bytes; or null
     i32* nonfinite_tiles = nullptr;     // (tiles of keys,): whether v has such elements there; or null
     float* key_sums = nullptr;          // (key_splits, s_kv, d_i): d_index_k of the chunks so far
     float* kl;                          // (s_q, rows)
@@ -48,7 +48,7 @@ struct LossParams {
     const i32* rows = nullptr;          // (s_q, list): of the sparse stage, the keys that each token selects; or null
     const i32* counts = nullptr;        // (s_q,): the lengths of these lists; or null
     const float* extractors = nullptr;  // (s_kv + 1,): of binned sums (tile/binned_sum.cuh), then their bound; or null
-    u32* largest = nullptr;             // one, zeroed: the bits of a float, of which the bound is made
+    u32* largest = nullptr;             // one, zeroed: the bits of the float that the bound is made of
     float* head_sums;                   // (s_q, num_keys): where `loss_head_sums` puts the targets; or null
     i64 q_stride_token_elems, q_stride_head_elems;
     i64 q_rope_stride_token_elems, q_rope_stride_head_elems;
@@ -74,18 +74,18 @@ struct LossParams {
     i64 target_stride_elems, row_stride_elems, rows_stride_elems;
     i32 s_q, s_kv, b;
     i32 num_keys;            // of a row: s_kv, or the places of a list
-    i32 heads, index_heads;  // 0 of what is not to be computed
-    i32 kv_head_heads;       // that a KV head serves
+    i32 heads, index_heads;  // 0: not computed
+    i32 kv_head_heads;       // heads per KV head
     i32 head_dim, value_dim, index_dim;
     i32 first_dim;                     // columns of q and k before the last ones: head_dim if these are no arrays
     i32 q_rope_column, k_rope_column;  // where the last columns begin in their array: 0, or first_dim
     i32 causal, per_head;
     i32 first_token, num_tokens;  // of the chunk
     i32 first_target;             // the token of the first row of `target`
-    i32 first_fetched;            // and of what TMA fetches as index queries for the gradients
+    i32 first_fetched;            // first token that TMA fetches as index queries for the gradients
     i32 first_chunk, last_chunk;
     i32 weights_bf16, codes, d_index_q_fp32, d_index_k_fp32;  // codes: index_q and index_k are e4m3
-    i32 key_splits, min_split_tokens;  // of the tokens that see a tile of keys: each split has its own sums
+    i32 key_splits, min_split_tokens;  // of the tokens that see a tile of keys: each split has separate sums
     float scale, target_scale;
     float score_unit;  // factor of the indexer's weights, 1 of codes
 };
@@ -94,15 +94,15 @@ MLA_DEVICE i32 rows_per_token(const LossParams& p) { return p.per_head ? p.heads
 MLA_DEVICE float row_weight(const LossParams& p, i32 token) {
     return p.row_weights == nullptr ? 1.f : p.row_weights[token * p.row_weights_stride_elems];
 }
-// Where a row of the chunk begins.
+// Start of a row of the chunk.
 MLA_DEVICE i64 row_offset(const LossParams& p, i32 token, i32 row) {
     return ((i64)(token - p.first_token) * rows_per_token(p) + row) * p.row_stride_elems;
 }
-// The same of `target`, which may have the rows of all tokens.
+// Start of a row of `target`, which may cover all tokens.
 MLA_DEVICE i64 target_offset(const LossParams& p, i32 token, i32 row) {
     return ((i64)(token - p.first_target) * rows_per_token(p) + row) * p.target_stride_elems;
 }
-// Where the row that an index head's scores belong to begins.
+// Start of the row with an index head's scores.
 MLA_DEVICE i64 head_offset(const LossParams& p, i32 token, i32 head) {
     return row_offset(p, token, p.per_head ? head : 0);
 }
@@ -113,7 +113,7 @@ MLA_DEVICE i64 key_row(const LossParams& p, i32 token, i32 at) {
 MLA_DEVICE constexpr i32 index_element_bytes(float8_e4m3fn) { return 1; }
 MLA_DEVICE constexpr i32 index_element_bytes(bfloat16) { return 2; }
 
-// Where index queries and keys begin, and their elements.
+// Offsets of index queries and keys, and their elements.
 MLA_DEVICE i64 index_query_at(const LossParams& p, i32 token, i32 head) {
     return token * p.index_q_stride_token_elems + head * p.index_q_stride_head_elems;
 }
@@ -137,7 +137,7 @@ MLA_DEVICE float index_weight(const LossParams& p, i32 token, i32 head) {
     return weight_of_bits(p, weight_bits(p, token, head));
 }
 
-// What the gradient by an index query is multiplied by: the weight, without the scale of the query's codes in it.
+// Factor of the gradient by an index query: the weight without the scale of the query's codes.
 MLA_DEVICE float query_factor(const LossParams& p, i32 token, i32 head) {
     const float weight = index_weight(p, token, head);
     if (p.q_scale == nullptr) return weight;
@@ -150,7 +150,7 @@ MLA_DEVICE float minus_lse2(float lse) { return has_weights(lse) ? -lse * kLog2E
 // Per head, a row has a divergence only if weights follow from both of its log-sum-exps.
 MLA_DEVICE bool is_live(float mass, float index_lse) { return has_weights(mass) && has_weights(index_lse); }
 
-// What the gradients per head need of a row, in base 2.
+// A row's constants for the gradients per head, in base 2.
 struct HeadRow {
     bool live;  // has a divergence
     float weight_log2, minus_mass, minus_index_lse;

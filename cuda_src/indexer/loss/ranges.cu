@@ -1,5 +1,5 @@
-// Which keys each query token of the warm-up loss sees: all of its sequence, or, if causal, those up to its own
-// position, the queries being the last of their sequence. In the sparse stage it is the whole of its list.
+// The keys that each query token of the warm-up loss sees: all of its sequence, or, if causal, those up to its own
+// position, the queries being the last of their sequence. In the sparse stage it sees its whole list.
 //
 // Grid: one warp per token. Lanes look for the first sequence that has the token.
 #include "indexer/loss/params.cuh"
@@ -15,7 +15,7 @@ MLA_LOSS_FACTS();
 MLA_FACT(threads, kThreads);
 MLA_FACT(block_tokens, kBlockTokens);
 
-// p.b if there is none.
+// Returns p.b if there is none.
 MLA_DEVICE i32 find_sequence(const LossParams& p, i32 token, i32 lane) {
     i32 found = p.b;
     for (i32 n = lane; n < p.b && found == p.b; n += kWarpThreads) {
@@ -29,7 +29,7 @@ MLA_DEVICE i32 find_sequence(const LossParams& p, i32 token, i32 lane) {
     return found;
 }
 
-// By a warp. Every number is hostile: 64 bits, and clamped where it becomes a key.
+// Called by a warp. Every number is hostile: 64 bits, and clamped where it becomes a key.
 MLA_DEVICE KeyRange range_of(const LossParams& p, i32 token, i32 lane) {
     if (p.counts != nullptr) return KeyRange{0, p.counts[token]};
     i64 start = 0, end = p.s_kv, end_q = p.s_q;

@@ -16,7 +16,7 @@ namespace mla::indexer::loss {
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 512;
 constexpr i32 kWarps = kThreads / kWarpThreads;
-constexpr i32 kTileKeys = 128;  // up to whose end gradients in bf16 are zero
+constexpr i32 kTileKeys = 128;  // gradients in bf16 are zero up to the end of a tile
 
 MLA_LOSS_FACTS();
 MLA_FACT(threads, kThreads);
@@ -57,7 +57,7 @@ struct Row {
     u16* gradient;  // times the scales of the keys; or null: over the scores
 };
 
-// What a row is normalised by: of the target, and of the scores.
+// Normalisation of a row: target and scores.
 struct Norms {
     float max_target, sum_target;  // a maximum only if per head
     float max_score, sum_score;
@@ -104,7 +104,8 @@ MLA_DEVICE void store_row_gradient(const LossParams& p, const Row& row, i32 key,
 
 // The terms of the divergence; writes the gradient.
 //
-// log p is the difference of two logarithms whose large parts cancel against the score's: maxima are taken off first.
+// log p is the difference of two logarithms with large parts that cancel against the score: maxima are subtracted
+// first.
 MLA_DEVICE float2 add_terms(const LossParams& p, const Row& row, const Norms& norms, float row_weight) {
     const float inverse = 1.f / norms.sum_target, inverse_score = 1.f / norms.sum_score;
     float2 sums = make_float2(0.f, 0.f);

@@ -39,7 +39,7 @@ constexpr i32 kMathBarrier = 1;
 constexpr u32 kHalfBytes = kHalfTokens * kSw128RowBytes;
 constexpr i32 kSums = kIndexPieces * kSw128Columns / 2;  // of a thread
 
-// What the exponents of a token and head need, in base 2, and the factor of its gradient.
+// Constants of a token and head: terms of the exponents, in base 2, and the factor of its gradient.
 struct TokenNumbers {
     float weight_log2, minus_mass, minus_index_lse, factor;
 };
@@ -72,8 +72,8 @@ struct Storage {
     u8 index_q[kStages][kIndexPieces][kPieceBytes];
     alignas(16) TokenNumbers numbers[kStages][kTileTokens];
     alignas(16) Visible visible[kStages][kTileTokens];
-    alignas(16) i32 kind[kStages][kWarpgroupWarps];  // as each warp of the load role says
-    TokenRange seen_by[kThreads / kWarpThreads];     // of the tokens that each warp has looked at
+    alignas(16) i32 kind[kStages][kWarpgroupWarps];  // the kind found by each warp of the load role
+    TokenRange seen_by[kThreads / kWarpThreads];     // by the tokens that each warp has checked
     MBarrier k_full, q_full[kStages], q_empty[kStages];
 };
 static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
@@ -96,7 +96,7 @@ struct Maps {
 };
 
 // ---- The share -------------------------------------------------------------------------------------------------
-// Steps [begin, end): `heads` to a tile of tokens, the first of which is `first_token`.
+// Steps [begin, end), `heads` steps per tile of tokens; the first tile begins at `first_token`.
 struct Share {
     i32 first_key, split, first_token;
     i64 begin, end;
@@ -112,7 +112,7 @@ MLA_DEVICE Share share_of(const LossParams& p, Storage& s) {
 }
 
 // ---- Load role -------------------------------------------------------------------------------------------------
-// By a whole warp: whether any token of the tile sees a key of the block, and whether all see all.
+// Called by a whole warp. Tells if any token of the tile sees a key of the block, and if all tokens see all keys.
 MLA_DEVICE StepKind tile_kind(const LossParams& p, const Share& share, i32 first_token, i32 lane) {
     bool any = false, all = true;
 #pragma unroll
@@ -126,7 +126,7 @@ MLA_DEVICE StepKind tile_kind(const LossParams& p, const Share& share, i32 first
     return __all_sync(kFullWarp, all) ? kInside : kEdge;
 }
 
-// By all warps of the role, a thread per token.
+// Called by all warps of the role, a thread per token.
 MLA_DEVICE void load_step(const LossParams& p, Storage& s, const Maps& maps, const Share& share, Steps& steps,
                           StepKind kind, i32 first_token, i32 head, i32 thread) {
     const i32 token = first_token + thread, stage = steps.stage;
@@ -191,7 +191,7 @@ MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const Maps& maps,
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
-// By all warps of the role: index queries of tokens that see none of the keys become 0, as they are multiplied by 0.
+// Called by all warps of the role. Index queries of tokens that see no key become 0: 0 times inf or NaN would not be 0.
 MLA_DEVICE void clear_blind(Storage& s, i32 stage, i32 warpgroup, i32 thread) {
     constexpr i32 kWorkers = kMathWarpgroups * kWarpgroupThreads;
     const i32 first = warpgroup * kWarpgroupThreads + thread;

@@ -4,13 +4,13 @@
 //   d_index_q = row_weight * weight * dq',    d_weights = row_weight * iq . dq'
 //
 // with x = target_scale * q . k, a = iq . ik, and y = weight * a where a > 0. A block has 128 tokens of a head; x and a
-// of a tile of keys are made again, and M goes from their accumulators to the registers of the next product.
+// of a tile of keys are recomputed, and M goes from their accumulators to the registers of the next product.
 //
 //   load     Q, IQ | K IK | K IK ...
 //   math_w       S = Q K^T | a = IQ IK^T | M | dq' += M IK | S ...    stores
 //
-// While one warpgroup has its exponentials, the other has the tensor cores. Index keys are finite copies, so that what
-// a token does not see cannot reach it.
+// While one warpgroup computes exponentials, the other uses the tensor cores. Index keys are finite copies, so that
+// keys hidden from a token cannot reach it.
 //
 // Grid: x = heads, y = tiles of tokens: neighbours read the same keys at the same time.
 #include "common/limits.cuh"
@@ -62,7 +62,7 @@ struct Maps {
 };
 
 // ---- Load role -------------------------------------------------------------------------------------------------
-// By one thread.
+// Called by one thread.
 MLA_DEVICE void run_load_role(Storage& s, const Maps& maps, const RowTile& tile) {
     mbarrier_arrive_expect_tx(s.q_full, (kUnitPieces + kIndexPieces) * kPieceBytes);
     load_rows(s.q, maps.q, s.q_full, tile);

@@ -4,13 +4,13 @@
 //   x_s = target_scale * q_th . k_s,           y_s = weight_th * max(iq_th . ik_s, 0)
 //   kl[t, h] = sum_s softmax(x) (log softmax(x) - log softmax(y)),   mass, index_lse = log(sum exp) of x, y
 //
-// The tiles of keys come once; all sums are relative to maxima so far:
+// The tiles of keys arrive once; all sums are relative to the maxima so far:
 //
 //   load     Q, IQ | K IK V | K IK V ...
 //   math_w       S = Q K^T | a = IQ IK^T, maxima of S | exponentials, sums | out += P V | S ...    merge, stores
 //
-// While one warpgroup has its exponentials, the other has the tensor cores. Values are finite copies: what a token does
-// not see has P = 0, and 0 * NaN were NaN; what is not finite is added at the end.
+// While one warpgroup computes exponentials, the other uses the tensor cores. Values are finite copies: a key hidden
+// from a token has P = 0, and 0 * NaN would be NaN; non-finite elements are added at the end.
 //
 // Grid: x = heads, y = tiles of tokens: neighbours read the same keys at the same time.
 #include "common/limits.cuh"
@@ -63,7 +63,7 @@ struct Maps {
 };
 
 // ---- Load role -------------------------------------------------------------------------------------------------
-// By one thread.
+// Called by one thread.
 MLA_DEVICE void run_load_role(Storage& s, const Maps& maps, const RowTile& tile) {
     mbarrier_arrive_expect_tx(s.q_full, (kUnitPieces + kIndexPieces) * kPieceBytes);
     load_rows(s.q, maps.q, s.q_full, tile);
@@ -78,14 +78,14 @@ MLA_DEVICE void run_load_role(Storage& s, const Maps& maps, const RowTile& tile)
 }
 
 // ---- Rows ------------------------------------------------------------------------------------------------------
-constexpr float kLowestLog = -1e4f;  // of what has no part in a sum
+constexpr float kLowestLog = -1e4f;  // log of terms excluded from a sum
 
 MLA_DEVICE float unseen_score() { return -1e30f; }  // in base 2; finite, as it is multiplied by 0
 
 MLA_DEVICE float finite_shift(float x) { return fmaxf(x, -kMaxFloat); }  // -inf less itself were NaN
 
-// Sums of a row, in base 2. Maxima and shifts of the attention and of the target are those of the whole row, as it is
-// shared by a quad; all else is that of a thread's share.
+// Sums of a row, in base 2. Maxima and shifts of the attention and of the target cover the whole row, which a quad
+// shares; everything else covers the thread's share.
 struct RowSums {
     float max_product = negative_infinity(), max_score = negative_infinity();
     float attention = 0.f, target = 0.f, score = 0.f;  // of exponentials
@@ -159,7 +159,7 @@ MLA_DEVICE void raise_scores(const float (&a)[kHalf], RowSums (&rows)[kFragmentR
 }
 
 // The sums of a pair of target and score. Products are subtracted before they are scaled: fma(product, factor, -shift)
-// does not round what the shift has rounded, and where that is huge, exponents above 0 come out.
+// would not round as the shift was rounded, and for a huge shift exponents above 0 result.
 MLA_DEVICE void add_pair(float product, float score, const Factors& factors, float shift, float score_shift,
                          RowSums& row) {
     const float x = (product - shift) * factors.target_log2, y = score - score_shift;
@@ -169,7 +169,7 @@ MLA_DEVICE void add_pair(float product, float score, const Factors& factors, flo
     row.divergence = fmaf(weight, fmaxf(x, kLowestLog) - y, row.divergence);
 }
 
-// Those of half a tile's keys.
+// Adds the pairs of half a tile's keys.
 template <i32 kFirst>
 MLA_DEVICE void add_pairs(const Factors& factors, const float (&d)[kAccumulators], const float (&a)[kHalf],
                           RowSums (&rows)[kFragmentRows]) {
@@ -208,7 +208,7 @@ MLA_DEVICE float log_sum(float shift, float sum) {
     return sum == 0.f ? negative_infinity() : (shift + lg2_approx(sum)) * kLn2;
 }
 
-// By all lanes of a quad; one of them stores.
+// Called by all lanes of a quad; one of them stores.
 MLA_DEVICE void store_divergence(const LossParams& p, const RowTile& tile, const Math& math, const Factors& factors,
                                  i32 r, RowSums row) {
     row.raise_score(quad_max(row.max_score));
@@ -225,8 +225,8 @@ MLA_DEVICE void store_divergence(const LossParams& p, const RowTile& tile, const
     p.index_lse[token * p.index_lse_stride_token_elems + tile.head * p.index_lse_stride_head_elems] = index_lse;
 }
 
-// Cold: what the copy of the values has zeros for, of the keys that a row sees. Any multiple of an infinity is
-// infinite.
+// Cold: adds the elements that the copy of the values has zeroed, for the keys that a row sees. Any multiple of an
+// infinity is infinite.
 MLA_DEVICE void add_nonfinite(const LossParams& p, const RowTile& tile, const Math& math, float (&out)[kSums]) {
 #pragma unroll 1
     for (i32 keys = tile.keys.begin; keys < tile.keys.end; ++keys) {
@@ -288,7 +288,7 @@ MLA_DEVICE Factors factors_of(const LossParams& p, const RowTile& tile, const Ma
     return factors;
 }
 
-// What half a tile's index keys add, once their products are there.
+// Adds half a tile's index keys, once their products are ready.
 template <i32 kFirst>
 MLA_DEVICE void add_scores(const LossParams& p, const Math& math, const Factors& factors, bool edge, i32 first_key,
                            const float (&d)[kAccumulators], float (&a)[kHalf], RowSums (&rows)[kFragmentRows]) {

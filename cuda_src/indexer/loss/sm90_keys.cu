@@ -2,17 +2,17 @@
 //
 //   a = IK IQ_t^T,   M = [a > 0] (G_t W_t),   dk += M IQ_t        for the tokens t of the split, in order
 //
-// The gradients G by the scores contain the scales of the keys, which are taken out at the end.
+// The gradients G by the scores contain the scales of the keys, which are divided out at the end.
 //
-// A block has 128 keys, which stay in shared memory and are the rows of an m64 tile per warpgroup. Tokens come one
+// A block has 128 keys, which stay in shared memory and are the rows of an m64 tile per warpgroup. Tokens arrive one
 // after the other, 64 index heads at a time, with their weights and the gradients by their scores. M, rounded to bf16,
 // goes from the accumulators of the first product to the registers of the second.
 //
 //   load     IK | token, heads | token, heads | ...
 //   math_w        a | M | dk += M IQ | a ...                      | stores
 //
-// Nothing is added atomically: a split has its own sums, to which it adds those of each chunk. The splits of a tile of
-// keys divide the tokens from the first to the last that sees a key of it; those in between that see none are left out.
+// Nothing is added atomically: a split owns its sums and adds each chunk to them. The splits of a tile of keys divide
+// the tokens from the first to the last that sees a key of it; tokens in between that see none are skipped.
 //
 // Grid: one block per tile of keys and split of its tokens, the splits of a tile side by side. Under a causal limit a
 // sequence's first keys are seen by the most tokens: so long blocks start before short ones.
@@ -30,7 +30,7 @@
 
 namespace mla::indexer::loss {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-constexpr i32 kIndexPieces = MLA_INDEX_PIECES;  // of 64 columns; what a row lacks is zeros
+constexpr i32 kIndexPieces = MLA_INDEX_PIECES;  // of 64 columns; missing columns are zeros
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role     warps   regs   does
@@ -59,7 +59,7 @@ struct Storage {
     alignas(16) u16 gradients[kStages][kTileKeys];
     alignas(16) float weights[kStages][kBlockHeads];
     i32 last[kStages];                            // there are no more tokens
-    TokenRange seen_by[kThreads / kWarpThreads];  // of the tokens that each warp has looked at
+    TokenRange seen_by[kThreads / kWarpThreads];  // by the tokens that each warp has checked
     MBarrier k_full, q_full[kStages], q_empty[kStages];
 };
 static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
@@ -78,7 +78,7 @@ MLA_DEVICE void init_storage(Storage& s) {
 using Steps = RingPosition<kStages>;
 
 // ---- The share -------------------------------------------------------------------------------------------------
-// What a block has to do.
+// Work of a block.
 struct Share {
     i32 first_key, split;
     TokenRange tokens;
@@ -93,7 +93,7 @@ MLA_DEVICE Share share_of(const LossParams& p, Storage& s) {
 }
 
 // ---- Load role -------------------------------------------------------------------------------------------------
-// By a whole warp: 64 heads of a token. Lanes have two weights each, and four gradients.
+// Called by a whole warp, for 64 heads of a token. Each lane has two weights and four gradients.
 MLA_DEVICE void load_heads(const LossParams& p, Storage& s, const TensorMap& q_map, const Share& share,
                            const Steps& steps, i32 token, i32 first_head, i32 lane) {
     const u16* gradients = p.gradient + row_offset(p, token, 0) + share.first_key;
@@ -122,8 +122,7 @@ MLA_DEVICE void load_heads(const LossParams& p, Storage& s, const TensorMap& q_m
 }
 
 // PERF(H200, 2026-11-22, 9 %)
-// The warps of the role take turns: what one waits for of a token, its weights and gradients, does not hold up the
-// next.
+// The warps of the role take turns: a wait for one token's weights and gradients does not hold up the next token.
 MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const TensorMap& q_map, const TensorMap& k_map,
                               const Share& share, i32 warp, i32 lane) {
     if (warp == 0 && lane == 0) {
@@ -156,7 +155,7 @@ MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const TensorMap& 
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
-// Issues the products of the warpgroup's keys with the next heads, unless there are none.
+// Issues the products of the warpgroup's keys with the next heads; false if there are no more heads.
 MLA_DEVICE bool issue_next(Storage& s, Steps& ahead, i32 warpgroup, float (&a)[kProducts]) {
     const i32 stage = ahead.stage;
     ahead.wait_full(s.q_full);
@@ -176,7 +175,7 @@ MLA_DEVICE u32 weighted(float gradient, float2 weights, float low, float high) {
     return cvt_x2(bfloat16{}, low > 0.f ? gradient * weights.x : 0.f, high > 0.f ? gradient * weights.y : 0.f);
 }
 
-// M, while the next products are made; then what it adds to the sums. Returns whether there are next products.
+// Computes M while the next products run, then adds to the sums. Returns true if there are next products.
 MLA_DEVICE bool take_step(Storage& s, Steps& steps, Steps& ahead, i32 warpgroup, i32 thread,
                           const float (&a)[kProducts], float (&next)[kProducts], float (&sums)[kSums]) {
     const bool more = issue_next(s, ahead, warpgroup, next);
@@ -207,7 +206,7 @@ MLA_DEVICE bool take_step(Storage& s, Steps& steps, Steps& ahead, i32 warpgroup,
     return more;
 }
 
-// To the sums of the split, which hold those of earlier chunks.
+// Adds to the sums of the split, which hold the earlier chunks.
 MLA_DEVICE void store_sums(const LossParams& p, const Share& share, i32 warpgroup, i32 thread,
                            const float (&sums)[kSums]) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// What the gradients by index keys have in common on Hopper: a block has a tile of keys, and its split of the tokens
+// Shared by the Hopper kernels of the gradients by index keys: a block has a tile of keys and a split of the tokens
 // from the first to the last that sees one of them.
 #pragma once
 #include "indexer/loss/params.cuh"
@@ -14,8 +14,8 @@ MLA_DEVICE bool is_seen(const LossParams& p, i32 token, i32 first_key) {
     return range.begin < first_key + kTileKeys && first_key < range.end;
 }
 
-// Of the chunk, from the first to the last token that sees a key of the tile. By all threads: ranges may be in any
-// order.
+// The chunk's tokens from the first to the last that sees a key of the tile. Called by all threads: ranges may be in
+// any order.
 template <i32 kTileKeys, i32 kWarps>
 MLA_DEVICE TokenRange tokens_that_see(const LossParams& p, i32 first_key, TokenRange (&seen_by)[kWarps]) {
     TokenRange tokens{p.first_token + p.num_tokens, p.first_token};

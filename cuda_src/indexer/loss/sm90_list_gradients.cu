@@ -28,7 +28,7 @@
 
 namespace mla::indexer::loss {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-constexpr i32 kIndexPieces = MLA_INDEX_PIECES;  // of 64 columns; what a row lacks is zeros
+constexpr i32 kIndexPieces = MLA_INDEX_PIECES;  // of 64 columns; missing columns are zeros
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role     warps    regs   does
@@ -44,7 +44,7 @@ constexpr i32 kBlockHeads = kSw128Rows, kStages = 4;
 constexpr i32 kProducts = kBlockHeads / 2;               // of a thread
 constexpr i32 kMmaSteps = kBlockHeads / kMmaK;           // of products that run along 64 heads, or keys
 constexpr i32 kSums = kIndexPieces * kSw128Columns / 2;  // of a thread
-constexpr i32 kMathBarrier = 1;                          // of all math warps; those of each warpgroup follow
+constexpr i32 kMathBarrier = 1;                          // all math warps; the warpgroups' own barriers follow
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier       arrives (count)     carries    waits    first phase
@@ -233,7 +233,8 @@ MLA_DEVICE float2 query_pair(const Storage& s, i32 row, i32 i, i32 thread) {
     return unpack<bfloat16>(*reinterpret_cast<const u32*>(s.q[chunk / kSw128Chunks] + at));
 }
 
-// By the first warpgroup, of the sums of both. A token without keys has no gradient, whatever its queries hold.
+// Called by the first warpgroup, with the sums of both. A token without keys has no gradient, whatever its queries
+// hold.
 MLA_DEVICE void store_heads(const LossParams& p, const Storage& s, const KeyList& list, i32 first_head, i32 thread,
                             const float (&sums)[kSums]) {
     const bool seen = list.count > 0;

@@ -9,8 +9,8 @@
 //   gather   Q | K_0 K_1 ...
 //   math_w       S = Q K_0^T, max, sum; S = Q K_1^T, ...   merge, store
 //
-// It is the loop of `sm90_lse.cu` over what `sm90_list_scores.cu` gathers. With 64 heads or fewer the second
-// warpgroup has none and ends at once. Grid: one block per token.
+// The loop of `sm90_lse.cu`, with the gather of `sm90_list_scores.cu`. With 64 heads or fewer the second warpgroup has
+// none and ends at once. Grid: one block per token.
 #include "common/limits.cuh"
 #include "indexer/loss/sm90_lists.cuh"
 #include "indexer/loss/sm90_lse.cuh"
@@ -19,7 +19,7 @@
 
 namespace mla::indexer::loss {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-constexpr i32 kPieces = MLA_PIECES;  // of 64 columns. What a row lacks is zeros.
+constexpr i32 kPieces = MLA_PIECES;  // of 64 columns; missing columns are zeros
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role     warps    regs   does

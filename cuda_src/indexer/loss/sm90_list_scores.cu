@@ -1,16 +1,16 @@
-// Targets and scores of the sparse stage's loss on Hopper: those of `sm90_scores.cu`, over the keys of a list.
+// Targets and scores of the sparse stage's loss on Hopper: `sm90_scores.cu` over the keys of a list.
 //
 //   target[t, i] = sum_h exp(scale * q_th . k_s - lse_th),   score[t, i] = sum_j W_tj max(iq_tj . ik_s, 0),   s = row i
 //
 // A block has a token. The queries of all its heads stay in shared memory and are the columns of the products; the keys
-// of its list are their rows and come in pieces of 64 columns. So the sum over heads is one over a thread's
+// of its list are their rows and arrive in pieces of 64 columns. So the sum over heads is a sum over a thread's
 // accumulators. Index queries and keys may be e4m3.
 //
 //   gather   Q | K_0 K_1 ...                | IQ | IK_0 IK_1 ...
 //   math_w       S = K Q^T, sum exp ... store      a = IK IQ^T, sum W max(a, 0) ... store
 //
-// Without heads of one kind its half is left out. While one warpgroup has its exponentials, the other has the tensor
-// cores. Grid: one block per token of the chunk.
+// Without heads of one kind (attention or index) the corresponding half is skipped. While one warpgroup computes
+// exponentials, the other uses the tensor cores. Grid: one block per token of the chunk.
 #include "common/limits.cuh"
 #include "indexer/loss/sm90_lists.cuh"
 #include "ptx/control.cuh"
@@ -130,8 +130,8 @@ struct WeightedRelu {
     MLA_DEVICE float operator()(float x, float number) const { return fmaxf(x, 0.f) * number; }
 };
 
-// Sums over the heads, which are the columns, and stores them. `term(product, number)` is what a head adds,
-// times(place) multiplies what belongs to a key.
+// Sums over the heads, which are the columns, and stores the sums. `term(product, number)` is a head's contribution,
+// times(place) the factor of a key.
 template <i32 kCount, i32 kProducts, class Element, class Term, class Times>
 MLA_DEVICE void make_sums(Element, Storage& s, Pieces& pieces, const KeyList& list, const float* numbers, float* to,
                           i32 warpgroup, i32 thread, Term term, Times times) {

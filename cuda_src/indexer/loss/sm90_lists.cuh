@@ -1,5 +1,5 @@
-// What the kernels of the sparse stage's loss have in common on Hopper: a block has one token, and the keys of its list
-// come as tiles of 128, which one warpgroup gathers with cp.async, 64 columns at a time.
+// Shared by the Hopper kernels of the sparse stage's loss: a block has one token, and the keys of its list arrive as
+// tiles of 128, which one warpgroup gathers with cp.async, 64 columns at a time.
 #pragma once
 #include "indexer/loss/params.cuh"
 #include "tile/gather.cuh"
@@ -56,11 +56,11 @@ MLA_DEVICE void gather_piece(SmemAddr to, const TileSources& sources, i32 piece,
     }
 }
 
-// What follows is of kernels whose queries stay, all heads of a token, while the keys pass as pieces. `Storage` has `q`
+// The rest is for kernels that keep the queries, all heads of a token, while the keys pass as pieces. `Storage` has `q`
 // and `q_full`, the pieces of the queries, and `k`, `k_full` and `k_empty`, the ring.
 constexpr i32 kListHeads = 128;
 
-// By one thread.
+// Called by one thread.
 template <i32 kCount, class Storage>
 MLA_DEVICE void load_list_queries(Storage& s, const TensorMap& map, i32 token) {
     mbarrier_arrive_expect_tx(s.q_full, kCount * sizeof(s.q[0]));

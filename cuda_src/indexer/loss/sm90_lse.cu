@@ -7,10 +7,10 @@
 //   load     Q | K_0 K_1 ...
 //   math_w       S = Q K_0^T, max, sum; S = Q K_1^T, ...   merge, store
 //
-// While one warpgroup has its exponentials, the other has the tensor cores. It is the loop of `sm90_scores.cu`
-// with queries and keys exchanged.
+// While one warpgroup computes exponentials, the other uses the tensor cores. Same loop as `sm90_scores.cu`, with
+// queries and keys exchanged.
 //
-// Grid: x = heads, y = tiles of tokens, the last first: neighbours read the same keys at the same time, and with a
+// Grid: x = heads, y = tiles of tokens, the last first: neighbours read the same keys at the same time, and under a
 // causal limit the longest rows are the first.
 #include "common/limits.cuh"
 #include "indexer/loss/sm90_lse.cuh"
@@ -20,7 +20,7 @@
 
 namespace mla::indexer::loss {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-constexpr i32 kPieces = MLA_PIECES;  // of 64 columns. What a row lacks is zeros.
+constexpr i32 kPieces = MLA_PIECES;  // of 64 columns; missing columns are zeros
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role     warps   regs   does
@@ -69,7 +69,7 @@ struct Tile {
     TileRange keys;  // in tiles
 };
 
-// By a whole warp.
+// Called by a whole warp.
 MLA_DEVICE Tile tile_of(const LossParams& p, i32 lane) {
     const i32 first = (gridDim.y - 1 - blockIdx.y) * kTileTokens;
     Tile tile{(i32)blockIdx.x, first, min(kTileTokens, p.s_q - first), {}};
@@ -86,7 +86,7 @@ MLA_DEVICE Tile tile_of(const LossParams& p, i32 lane) {
 }
 
 // ---- Load role -------------------------------------------------------------------------------------------------
-// By one thread.
+// Called by one thread.
 MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const MainMaps& maps, const Tile& tile) {
     const MainPieces main(p);
     const i32 kv_head = tile.head / p.kv_head_heads;
@@ -114,7 +114,7 @@ MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const MainMaps& m
 struct Math {
     i32 warpgroup, thread;
     i32 rows[kFragmentRows];         // in the tile
-    KeyRange ranges[kFragmentRows];  // empty for tokens that are not there
+    KeyRange ranges[kFragmentRows];  // empty for absent tokens
 };
 
 // Scores become scores in base 2, or -inf for keys that a row does not see.
@@ -134,7 +134,7 @@ MLA_DEVICE void scale_and_mask(const Math& math, float scale_log2, i32 first_key
     }
 }
 
-// By all lanes of a quad; one of them stores.
+// Called by all lanes of a quad; one of them stores.
 MLA_DEVICE void store(const LossParams& p, const Tile& tile, const Math& math, RunningSum (&rows)[kFragmentRows]) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {

@@ -1,6 +1,6 @@
-// What the kernels of missing log-sum-exps have in common on Hopper: 128 queries stay in shared memory, tiles of 128
-// keys pass as pieces of 64 columns, and each thread has a running maximum and sum of its share of two rows, which the
-// lanes of a quad merge once, at the end.
+// Shared by the Hopper kernels that compute missing log-sum-exps: 128 queries stay in shared memory, tiles of 128 keys
+// pass as pieces of 64 columns, and each thread keeps a running maximum and sum of its share of two rows. The lanes of
+// a quad merge their shares once, at the end.
 //
 // `Storage` has `q`, the pieces of the queries, and `k`, `k_full` and `k_empty`, the ring of pieces of keys.
 #pragma once
@@ -25,7 +25,7 @@ struct RunningSum {
         max_score = next_max;
         sum *= ex2_approx(before - shift());
     }
-    // By all lanes of a quad: the natural logarithm of the row's sum.
+    // Called by all lanes of a quad: the natural logarithm of the row's sum.
     MLA_DEVICE float merge() {
         rescale(quad_max(max_score));
         const float total = quad_sum(sum);
@@ -58,7 +58,7 @@ MLA_DEVICE void multiply_rows(Storage& s, Pieces& pieces, i32 warpgroup, i32 thr
     pin(d);
 }
 
-// Adds scores in base 2; those of keys that a row does not see are -inf.
+// Adds scores in base 2. Keys that a row does not see have the score -inf.
 MLA_DEVICE void add_scores(RunningSum (&rows)[kFragmentRows], const float (&d)[kLseProducts]) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {

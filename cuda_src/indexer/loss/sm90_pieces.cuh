@@ -1,12 +1,12 @@
-// Queries and keys of the attention as TMA fetches them for the losses on Hopper: 128 tokens or keys by pieces of 64
-// columns. The last 64 may be in arrays of their own.
+// Queries and keys of the attention for TMA, in the losses on Hopper: 128 tokens or keys by pieces of 64 columns. The
+// last 64 columns may be in separate arrays.
 #pragma once
 #include "indexer/loss/params.cuh"
 #include "ptx/copy.cuh"
 #include "tile/sw128.cuh"
 
 namespace mla::indexer::loss {
-// Of each, the array with the first columns, or with all, and that with the last ones.
+// For each operand the array with the first columns, or with all, and the array with the last ones.
 struct MainMaps {
     const TensorMap &q, &q_rope, &k, &k_rope;
 };
@@ -23,7 +23,7 @@ struct MainPieces {
     MLA_DEVICE bool is_last(i32 piece) const { return first < all && piece == first; }
 };
 
-// By one thread. Beyond the last piece there are zeros.
+// Called by one thread. Pieces beyond the last are zeros.
 MLA_DEVICE void load_query_piece(const LossParams& p, const MainMaps& maps, const MainPieces& pieces, SmemAddr to,
                                  MBarrier& full, i32 piece, i32 token, i32 head, u64 l2_policy) {
     const bool last = pieces.is_last(piece);

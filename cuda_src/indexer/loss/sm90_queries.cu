@@ -9,10 +9,10 @@
 //   load     IQ | IK_0 IK_1 IK_2 ...                    | IQ of the next pair | IK_0 ...
 //   math_w        a | M | dq' += M IK_0 | a ...                   | d_weights, stores | a ...
 //
-// While one warpgroup makes its M, the other has the tensor cores. G contains the scales of the keys. It is zero in
-// tiles that a token's range only touches; keys are finite copies, so that what a token does not see cannot reach it.
+// While one warpgroup computes M, the other uses the tensor cores. G contains the scales of the keys. It is zero in
+// tiles that a token's range only touches; keys are finite copies, so that keys hidden from a token cannot reach it.
 //
-// Grid: x = blocks that divide the pairs, the last first, which see most; y = groups of 64 heads.
+// Grid: x = blocks that divide the pairs, the last pairs first, since they see most keys; y = groups of 64 heads.
 #include "common/limits.cuh"
 #include "indexer/loss/params.cuh"
 #include "ptx/control.cuh"
@@ -28,7 +28,7 @@
 
 namespace mla::indexer::loss {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-constexpr i32 kIndexPieces = MLA_INDEX_PIECES;  // of 64 columns; what a row lacks is zeros
+constexpr i32 kIndexPieces = MLA_INDEX_PIECES;  // of 64 columns; missing columns are zeros
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role     warps   regs   does
@@ -78,7 +78,7 @@ using Tiles = RingPosition<kStages>;
 struct Pair {
     i32 first_token, first_head;
     KeyRange ranges[kBlockTokens];
-    TileRange tiles;  // that either token needs
+    TileRange tiles;  // tiles that either token needs
 
     MLA_DEVICE KeyRange range(i32 token) const { return token == 0 ? ranges[0] : ranges[1]; }
 };

@@ -1,8 +1,8 @@
-// What the loss's kernels have in common on Hopper whose rows are the tokens of one head: the attention's output, the
-// divergences per head, and the gradients by their index queries.
+// Shared by the loss's Hopper kernels with the tokens of one head as rows: the attention's output, the divergences per
+// head, and the gradients by their index queries.
 //
-// A block has 128 tokens of a head, which stay in shared memory; keys come in tiles of 128. Keys, index keys and values
-// of a tile are units of up to 128 columns, which pass through one ring.
+// A block has 128 tokens of a head, which stay in shared memory; keys arrive in tiles of 128. Keys, index keys and
+// values of a tile are units of up to 128 columns, which pass through one ring.
 #pragma once
 #include "common/limits.cuh"
 #include "indexer/loss/params.cuh"
@@ -23,7 +23,7 @@ static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= kRegsOfLane, "registers
 constexpr i32 kTileTokens = kMathWarpgroups * kSw128Rows;
 constexpr i32 kTileKeys = 128;
 constexpr u32 kPieceBytes = 128 * kSw128RowBytes;  // 64 columns of 128 tokens, or keys
-constexpr i32 kUnitPieces = 2;                     // of a unit at most; what a row lacks is zeros
+constexpr i32 kUnitPieces = 2;                     // of a unit at most; missing columns are zeros
 constexpr i32 kAccumulators = kTileKeys / 2;       // of a thread
 constexpr i32 kKeySteps = kTileKeys / kMmaK;       // of products that run along the keys
 
@@ -33,7 +33,7 @@ struct RowTile {
     TileRange keys;  // in tiles
 };
 
-// By a whole warp. The last tokens first: with a causal limit, their rows are the longest.
+// Called by a whole warp. The last tokens come first: under a causal limit their rows are the longest.
 MLA_DEVICE RowTile row_tile(const LossParams& p, i32 lane) {
     const i32 first = (gridDim.y - 1 - blockIdx.y) * kTileTokens;
     RowTile tile{(i32)blockIdx.x, first, {}};
@@ -76,7 +76,7 @@ MLA_DEVICE void load_unit(Storage& s, Units& units, const TensorMap& map, i32 ke
 // ---- Math role -------------------------------------------------------------------------------------------------
 struct Math {
     i32 warpgroup, thread;
-    i32 first_token;  // of the thread's two rows; the other is eight further on
+    i32 first_token;  // the thread's first row; its other one is eight further on
 
     MLA_DEVICE Math(const RowTile& tile, i32 warpgroup, i32 thread)
         : warpgroup(warpgroup),

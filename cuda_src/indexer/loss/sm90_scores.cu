@@ -2,19 +2,19 @@
 //
 //   target[t, s] = sum_h exp(scale * q_th . k_s - lse_th),   score[t, s] = sum_j W_tj max(iq_tj . ik_s, 0)
 //
-// A block has a tile of 128 tokens and 128 keys, and takes the heads one after the other: the keys stay in shared
-// memory, the queries of each head come in pieces of 64 columns, and the sum over heads stays in registers.
+// A block has a tile of 128 tokens and 128 keys, and processes the heads one after the other: the keys stay in shared
+// memory, the queries of each head arrive in pieces of 64 columns, and the sum over heads stays in registers.
 //
 //   load     K | Q_0 Q_1 ...                | IK | IQ_0 IQ_1 ...
 //   math_w       S = Q_h K^T, sum += exp ...  store    a = IQ_j IK^T, sum += W max(a, 0) ...  store
 //
-// Without heads of one kind its half is left out. Where heads have keys of their own, a piece of them comes with each
-// piece of the queries; last columns that all heads share stay. Index queries and keys may be e4m3: the products are
-// those of the indexer's logits, the sums over heads have another order.
+// Without heads of one kind (attention or index) the corresponding half is skipped. Where heads have keys of their own,
+// a piece of them arrives with each piece of the queries; last columns that all heads share stay. Index queries and
+// keys may be e4m3. The products are the same as in the indexer's logits; the sums over heads have another order.
 //
-// While one warpgroup has its exponentials, the other has the tensor cores; with keys per head, whose products are
-// short, they take turns to issue those of a head. Index keys take the place of the keys. What lies outside a token's
-// range is computed, stored and never read.
+// While one warpgroup computes exponentials, the other uses the tensor cores; with keys per head, where products are
+// short, they take turns issuing the products of a head. Index keys overwrite the keys. Elements outside a token's
+// range are computed and stored but never read.
 //
 // Grid: x = tiles of keys, y = tiles of the chunk's tokens: neighbours read the same queries at the same time. A tile
 // that no token of its rows sees ends at once.
@@ -31,8 +31,8 @@
 
 namespace mla::indexer::loss {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-// Pieces of 128 bytes: of a key that all heads share, and of an index key. What a row lacks is zeros. 0: heads have
-// keys of their own, of any width.
+// Pieces of 128 bytes: of a key that all heads share, and of an index key. Missing columns are zeros. 0: heads have
+// separate keys, of any width.
 constexpr i32 kPieces = MLA_PIECES;
 constexpr i32 kIndexPieces = MLA_INDEX_PIECES;
 using IndexElement = MLA_INDEX_DTYPE;
@@ -77,7 +77,7 @@ MLA_FACT(threads, kThreads);
 MLA_FACT(smem_bytes, sizeof(Storage));
 MLA_FACT(tile_tokens, kTileTokens);
 
-// Whose turn it is to issue the products of a head: one of each warpgroup.
+// Turns for issuing the products of a head: one barrier per warpgroup.
 enum NamedBarrier : i32 { Turn = 1 };
 
 MLA_DEVICE void init_storage(Storage& s) {
@@ -99,7 +99,7 @@ MLA_DEVICE Tile tile_of(const LossParams& p) {
     return Tile{p.first_token + first, min(kTileTokens, p.num_tokens - first), (i32)blockIdx.x * kTileKeys};
 }
 
-// By a whole warp: whether any token sees a key of the tile.
+// Called by a whole warp: true if any token sees a key of the tile.
 MLA_DEVICE bool is_seen(const LossParams& p, const Tile& tile, i32 lane) {
     bool seen = false;
 #pragma unroll
@@ -117,10 +117,10 @@ struct Maps {
     const TensorMap &index_q, &index_k;
 };
 
-// Whether a piece of the keys stays while the heads pass, with keys per head.
+// With keys per head: true if a piece of the keys stays while the heads pass.
 MLA_DEVICE bool stays(const MainPieces& pieces, i32 piece) { return pieces.shared_last && pieces.is_last(piece); }
 
-// Whether keys of the attention are in the memory of the index keys.
+// True if the attention's keys occupy the memory of the index keys.
 MLA_DEVICE bool keys_stay(const LossParams& p, const MainPieces& pieces) {
     return p.heads > 0 && (!kKeysPerHead || pieces.shared_last);
 }
@@ -185,7 +185,7 @@ MLA_DEVICE void load_index_queries(const LossParams& p, Storage& s, const Tensor
     }
 }
 
-// By one thread.
+// Called by one thread.
 MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const Maps& maps, const Tile& tile) {
     const MainPieces pieces(p);
     Pieces stages;
@@ -203,7 +203,7 @@ MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const Maps& maps,
 struct Math {
     i32 warpgroup, thread;
     i32 rows[kFragmentRows];    // in the tile
-    bool there[kFragmentRows];  // whether there are such tokens
+    bool there[kFragmentRows];  // false: no such token
 };
 
 // Adds the products of a piece of the warpgroup's tokens with one of all keys, and releases the stage before.
@@ -266,7 +266,7 @@ struct Turns {
     }
 };
 
-// The same with the head's own keys.
+// Multiplies with the head's own keys.
 MLA_DEVICE void multiply_own(Storage& s, Pieces& stages, const Math& math, const MainPieces& pieces, Turns& turns,
                              float (&d)[kAccumulators]) {
     turns.wait(math);
@@ -281,7 +281,7 @@ MLA_DEVICE void multiply_own(Storage& s, Pieces& stages, const Math& math, const
     finish_head(s, stages, math, d);
 }
 
-// The log-sum-exps of each head for the thread's rows; none for tokens that are not there.
+// The log-sum-exps of each head for the thread's rows; none for absent tokens.
 struct RowLses {
     const float* row[kFragmentRows];
     i64 stride_elems;
@@ -347,7 +347,7 @@ MLA_DEVICE void make_targets(const LossParams& p, Storage& s, Pieces& stages, co
                [](i32) { return 1.f; });
 }
 
-// A token that is not there has the bits of 0.
+// An absent token has the bits of 0.
 MLA_DEVICE u32 row_weight_bits(const LossParams& p, const Tile& tile, const Math& math, i32 r, i32 head) {
     return math.there[r] ? weight_bits(p, tile.first_token + math.rows[r], head) : 0;
 }

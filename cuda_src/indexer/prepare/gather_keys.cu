@@ -1,8 +1,8 @@
-// Reads index keys of a paged cache, gathered by slot: codes and scales as they are, or keys in e2m1 as e4m3 codes with
+// Reads index keys of a paged cache, gathered by slot: codes and scales unchanged, or keys in e2m1 as e4m3 codes with
 // one scale (indexer/e2m1_keys.cuh).
 //
-// Grid: x = keys. Eight lanes share a key; each writes up to 16 bytes of its codes, and the first one its scale. A slot
-// outside of the pool gives zeros.
+// Grid: x = keys. Eight lanes share a key; each writes up to 16 bytes of its codes, and the first one its scale. Slots
+// outside the pool give zeros.
 #include "common/facts.cuh"
 #include "indexer/e2m1_keys.cuh"
 #include "ptx/control.cuh"

@@ -43,8 +43,8 @@ constexpr bool kMayBeE2m1 = kHeadDim == kE2m1Keys && !kUsual;
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 128;
 constexpr i32 kLanes = 8;                             // of a vector
-constexpr i32 kWarpVectors = kWarpThreads / kLanes;   // that a warp works on at once
-constexpr i32 kGroups = kThreads / kLanes;            // that a block does
+constexpr i32 kWarpVectors = kWarpThreads / kLanes;   // vectors that a warp works on at once
+constexpr i32 kGroups = kThreads / kLanes;            // groups of lanes in a block
 constexpr i32 kQuad = 4, kQuadStep = kLanes * kQuad;  // neighbouring elements of a lane, and how far apart they lie
 constexpr i32 kQuads = kHeadDim / kQuadStep;          // of a lane
 constexpr i32 kElems = kQuads * kQuad;
@@ -53,7 +53,7 @@ constexpr i32 kAngles = kElems / 2;  // of a lane
 constexpr i32 kBlocks = __CUDA_ARCH__ >= 1000 ? (kUsual ? 7 : 4) : __CUDA_ARCH__ >= 890 ? (kUsual ? 7 : 5) : 4;
 constexpr float kMinAmax = 1e-4f;
 constexpr float kMaxCode = 448.f;             // of e4m3
-constexpr u32 kMaxScaleExponent = 127 + 126;  // whose inverse is a normal number, too
+constexpr u32 kMaxScaleExponent = 127 + 126;  // its inverse is a normal number, too
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct PrepareParams {
@@ -81,7 +81,7 @@ struct PrepareParams {
     i32 x_aligned, tables_aligned;  // to 16 bytes, in every row
     i32 num_pages, page_size, slots_are_64;
     i32 e2m1_keys;                // of a cache
-    i32 group_vectors;            // that a group of lanes takes in turn
+    i32 group_vectors;            // vectors that a group of lanes processes in turn
     i32 step_tokens, step_heads;  // from one of them to the next
     float h_factor, d_factor;
     float max_code, inverse_max_code;  // the largest code there may be, of queries
@@ -93,7 +93,7 @@ MLA_FACT_LIST(params_layout, MLA_OFFSET(PrepareParams, x_stride_n_elems), MLA_OF
 MLA_FACT(threads, kThreads);
 MLA_FACT(block_groups, kGroups);
 
-// What a call asks for, or what the usual ones do.
+// The call's choices, or the constants of usual calls.
 MLA_DEVICE bool x_aligned(const PrepareParams& p) { return kUsual || p.x_aligned; }
 MLA_DEVICE bool tables_aligned(const PrepareParams& p) { return kUsual || p.tables_aligned; }
 MLA_DEVICE bool is_interleaved(const PrepareParams& p) { return !kUsual && p.interleaved; }
@@ -169,7 +169,7 @@ MLA_DEVICE Destination destination(const PrepareParams& p, const Place& place) {
 // ---- A vector --------------------------------------------------------------------------------------------------
 typedef float Elements[kElems];  // four of each quad
 
-// As it lies in memory: two elements in a word.
+// Memory layout: two elements per word.
 typedef u32 RawElements[kElems / 2];
 struct alignas(8) RawQuad {
     u32 words[2];
@@ -214,8 +214,8 @@ MLA_DEVICE void round_elements(float* x, i32 count) {
 
 // ---- LayerNorm -------------------------------------------------------------------------------------------------
 
-// The sum of a vector's elements. Those of a lane first, far ones before neighbours: the order is part of the result.
-// Called by whole warps.
+// The sum of a vector's elements. Each lane first sums its own, distant ones before neighbours: the order is part of
+// the result. Called by whole warps.
 MLA_DEVICE float sum_of_vector(Elements& x) {
 #pragma unroll
     for (i32 doubled = 2; doubled <= kElems; doubled *= 2) {
@@ -231,7 +231,7 @@ MLA_DEVICE float sum_of_vector(Elements& x) {
     return sum;
 }
 
-// What a vector's elements are normalised by, if they are. Selected, not branched about: the lanes of a warp stay
+// Normalisation of a vector's elements, if any. Selected, not branched about, so that the lanes of a warp stay
 // together.
 struct Normal {
     bool in_warp = false, applies = false;
@@ -288,7 +288,7 @@ MLA_DEVICE FloatQuad load_angles(const PrepareParams& p, const float* from) {
     return FloatQuad{{from[0], from[1], from[2], from[3]}};
 }
 
-// Where the elements of a pair are: neighbours; in quads of a lane; in different lanes.
+// Location of a pair's elements: neighbours; in quads of a lane; in different lanes.
 enum PairPlace { kNowhere, kNeighbours, kQuadsApart, kLanesApart };
 
 MLA_DEVICE PairPlace pair_place(const PrepareParams& p) {
@@ -349,7 +349,7 @@ MLA_DEVICE void turn_quads(const PrepareParams& p, const Angles& angles, Element
     }
 }
 
-// The other lanes' elements are loaded once more.
+// Loads the other lanes' elements again.
 MLA_DEVICE void turn_lanes(const PrepareParams& p, const Normal& normal, const Place& place, Elements& x) {
     const Tables tables(p, place.token);
     const u16* vector = place.x(p);
@@ -390,7 +390,7 @@ MLA_DEVICE void rotate(const PrepareParams& p, const Angles& angles, const Norma
 
 // ---- Hadamard transform ----------------------------------------------------------------------------------------
 
-// Levels whose pairs are `first`, 2 * first ... below `end` apart in a lane's elements.
+// Levels with pairs `first`, 2 * first ... below `end` apart in a lane's elements.
 MLA_DEVICE void transform_lane(Elements& x, i32 first, i32 end) {
 #pragma unroll
     for (i32 step = first; step < end; step *= 2) {
@@ -468,7 +468,7 @@ MLA_DEVICE void encode(const PrepareParams& p, const Elements& x, float scale, f
 // ---- Codes of keys in e2m1 -------------------------------------------------------------------------------------
 static_assert(kQuadStep == kE2m1Group, "a quad of each lane is a group");
 
-// Biased exponent of the scale of a group, whose largest magnitude has these bits; that of NaN is larger than infinity.
+// Biased exponent of the scale of a group with a largest magnitude of these bits; NaN bits are larger than infinity's.
 MLA_DEVICE u32 e2m1_exponent(u32 largest) {
     if (largest > 0x7f800000) return kNanScale;
     const float amax = fmaxf(kMinAmax, fminf(__uint_as_float(largest), kMaxFloat));

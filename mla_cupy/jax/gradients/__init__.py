@@ -1,1 +1,1 @@
-"""Gradients, by hand: a module for each of `mla_cupy.ops` whose operation has one."""
+"""Hand-written gradients: a module for each differentiable operation of `mla_cupy.ops`."""

@@ -26,7 +26,7 @@ _WITHOUT = ("mask", "out", "lse")
 _STATE = ("state_out", "state_lse")
 _GRADIENTS = ("q", "k", "v", "q_rope", "k_rope")
 _SHARED = ("causal", "scale")
-"""The options that the backward takes as the forward does."""
+"""Options that forward and backward share."""
 
 
 class _Static(NamedTuple):
@@ -44,7 +44,7 @@ def differentiable(
     exportable: bool,
     *segments: Any,
 ) -> tuple[Any, ...]:
-    """Run the forward, with a gradient unless there is a mask, arrays are given for results, or inputs are codes."""
+    """Run the forward, with a gradient except with a mask, with arrays for results, or with codes."""
     deterministic, exportable = check_flag("deterministic", deterministic), check_flag("exportable", exportable)
     given = dict(zip(_FORWARD.names, arrays, strict=True))
     coded = name_of(getattr(given["q"], "dtype", "")) in BYTE_DTYPES
@@ -85,7 +85,7 @@ def _pull_back(static: _Static, saved: Any, gradients: Sequence[Any]) -> tuple[A
 
 
 def _of_state(state_out: Any, state_lse: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> dict[str, Any]:
-    """Gradients of the state that the result was merged with, whose weight in it is exp(its lse - lse).
+    """Gradients of the state that was merged into the result with the weight exp(its lse - lse).
 
     Of a weight of 1 the result's values are the state's, but rounded: their difference would be noise.
     """

@@ -17,7 +17,7 @@ from mla_cupy.ops.checks import check_flag
 _FORWARD, _BACKWARD = OPERATIONS["sparse_mla_forward"], OPERATIONS["sparse_mla_backward"]
 _INPUTS = tuple(array.name for array in _FORWARD.inputs)
 _SHARED = ("scale", "causal", "relative", "lse_base")
-"""The options that the backward takes as the forward does."""
+"""Options that forward and backward share."""
 
 
 class _Static(NamedTuple):
@@ -31,7 +31,7 @@ class _Static(NamedTuple):
 def differentiable(
     arrays: tuple[jax.Array | None, ...], options: tuple[Any, ...], deterministic: bool, exportable: bool
 ) -> tuple[Any, ...]:
-    """Run the sparse forward, with a gradient through its first two results unless arrays are given for results."""
+    """Run the sparse forward, with a gradient through its first two results unless there are arrays for results."""
     deterministic, exportable = check_flag("deterministic", deterministic), check_flag("exportable", exportable)
     if any(x is not None for x in arrays[len(_INPUTS) :]):
         return run(_FORWARD, arrays, options, exportable)

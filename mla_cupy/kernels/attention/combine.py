@@ -37,7 +37,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 
 def blocks(num_splits: int, device: DeviceInfo) -> int:
-    """Blocks of the combine: as many as are resident at once, which share the rows to merge; 0 for a single split."""
+    """Blocks of the combine: all that are resident at once, to share the rows to merge; 0 for a single split."""
     return COMBINE_BLOCKS_PER_SM * device.sm_count if num_splits > 1 else 0
 
 
@@ -71,10 +71,10 @@ def reads_bf16(args: LaunchArgs) -> bool:
 
 
 def launch(dtype: str, num_blocks: int, args: LaunchArgs, d_v: int = D_V, *, bf16_partials: bool = False) -> Launch:
-    """Merge what the attention kernel of the same arguments has left in the workspace."""
+    """Merge the partial results that the attention kernel with the same arguments left in the workspace."""
     return Launch(KERNEL, BF16_PARTIALS if bf16_partials else build(dtype, d_v), (num_blocks, 1, 1), args)
 
 
 def launch_of_groups(dtype: str, num_blocks: int, args: LaunchArgs) -> Launch:
-    """Merge what an attention kernel over groups of queries has left in the workspace."""
+    """Merge the partial results that an attention kernel over groups of queries left in the workspace."""
     return Launch(KERNEL, build_of_groups(dtype), (num_blocks, 1, 1), args)

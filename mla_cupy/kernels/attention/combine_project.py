@@ -1,4 +1,4 @@
-"""Host side of `attention/combine_project.cu`: W_UV in the place of a combine, or after it."""
+"""Host side of `attention/combine_project.cu`: W_UV during the combine, or after it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ KERNEL = kernel(
 )
 
 LATENTS = "latents"
-"""The part of the workspace with results of attention: in float32 those that need no merge; in 16 bits all of them,
-where the product has a launch of its own."""
+"""The part of the workspace with results of attention: results that need no merge, in float32; or all results, in 16
+bits, where a separate launch multiplies them.
+"""
 
 
 def latents_nbytes(rows: int, apart: bool) -> int:
-    """Size of that part, for so many rows of all heads."""
+    """Size of the latents' part of the workspace, for `rows` rows of all heads."""
     return (2 if apart else 4) * D_V * rows
 
 
@@ -38,7 +39,7 @@ def combine(
     has_pieces: bool = False,
     by_query: bool = False,
 ) -> Launch:
-    """Merge and project what the attention kernel of the same parameters leaves: its `out` is `LATENTS`.
+    """Merge and project the results of the attention kernel with the same parameters: its `out` is `LATENTS`.
 
     `has_pieces` says that the schedule is batch-invariant; for `by_query` see `sizes`.
     """

@@ -14,7 +14,7 @@ _BOX_COLUMNS = 64
 
 
 def rows_map(call: Call, name: str, dtype: str, rows: int, columns: int) -> TensorMapSpec:
-    """(rows, columns), of which `tile::gather4` takes 64 columns of four rows at a time.
+    """(rows, columns); `tile::gather4` fetches 64 columns of four rows at a time.
 
     Without a row nothing is fetched, but the map has one: the driver refuses empty ones.
     """
@@ -26,7 +26,7 @@ def rows_map(call: Call, name: str, dtype: str, rows: int, columns: int) -> Tens
 def heads_map(call: Call, name: str, dtype: str, sizes: tuple[int, int, int], block_heads: int) -> TensorMapSpec:
     """(queries, heads, columns) in boxes of 64 columns of the heads of a block.
 
-    Strides of axes of size 1 mean nothing, and may be what the driver refuses.
+    Strides of axes of size 1 are meaningless, and the driver may reject them.
     """
     queries, heads, columns = sizes
     nbytes = TABLE[dtype].nbytes

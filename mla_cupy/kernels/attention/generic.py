@@ -33,7 +33,7 @@ BLOCK_M = 8
 
 
 def unsupported(problem: Any, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     return needs_cc(device, "7.5") if device.cc < (7, 5) else None
 
 
@@ -67,7 +67,7 @@ KERNEL: AttentionKernel[Any] = AttentionKernel(
 
 
 def not_on_hopper(variant: Variant, arch: str) -> bool:
-    """The `is_default` of fallbacks for problems that Hopper's kernels take all of."""
+    """`is_default` of fallbacks for problems that Hopper's kernels cover completely."""
     return arch not in HOPPER
 
 

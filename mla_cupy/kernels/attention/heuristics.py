@@ -10,10 +10,11 @@ COMBINE_UNITS_PER_BLOCK = 2
 PROJECTION_BLOCKS_PER_SM = 2
 """Blocks that project which are resident on an SM at once."""
 LEAST_ROWS_APART, LEAST_WIDE_ROWS_APART = 5120, 65
-"""Rows of all heads from which on results are merged before they are multiplied by W_UV, by launches of their own: with
-heads up to 128 wide, and with wider ones. Layers on an H200 say so: "Around attention" in the documentation."""
+"""Least rows of all heads for which results are merged first and multiplied by W_UV in a separate launch: for heads up
+to 128 wide, and for wider ones. Measured with layers on an H200: "Around attention" in the documentation.
+"""
 MAX_ROW_LIST_BLOCKS = 1 << 16
-"""Blocks take the queries in turn; a grid of this size keeps any GPU busy to the end."""
+"""Blocks loop over the queries; a grid of this size keeps any GPU busy to the end."""
 _MAX_COUNTED_ROWS = 1024
 
 

@@ -1,4 +1,4 @@
-"""Host side that the attention kernels share: those of dense decode, of the sparse forward and of sparse decode."""
+"""Host side that the attention kernels share: dense decode, the sparse forward and sparse decode."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NO_TREE = Reason("takes no tree_mask")
 NO_NARROW_FORMS = Reason(f"takes values of {D_V} columns only with optional inputs other than attn_sink")
 NO_TREE_WITH_FORMS = Reason("takes no tree_mask with optional inputs other than attn_sink")
 SINK = ("attn_sink",)
-"""The forms of kernels whose results have a sink, and that know no others."""
+"""The only optional input of some kernels: a sink."""
 FORMS = (*SINK, "q_rope", "packed", "out_rope", "window")
-"""The forms of kernels that know all."""
+"""All optional inputs."""
 ON_DEMAND_RECORDS = ("v32-nope",)
-"""Records whose builds are compiled at the first call that needs them: no image contains these builds."""
+"""Formats with builds that are compiled at the first call that needs them: no image contains these builds."""
 FORM_PARAMS: dict[str, type[Params]] = {"forms": DecodeFormParams}
 """The parameters of builds `with_forms`."""
 
@@ -41,7 +41,7 @@ class SplitGrid:
 
 
 def narrowest(builds: Sequence[int], rows: int) -> int:
-    """The rows of the narrowest blocks that hold so many; else several of the widest do."""
+    """The rows of the narrowest block that holds `rows`, or of the widest one, several of which do."""
     return next((block for block in builds if rows <= block), builds[-1])
 
 
@@ -56,26 +56,26 @@ def identifiers(records: Iterable[str]) -> tuple[str, ...]:
 
 
 def key_variant(problem: Any, device: DeviceInfo) -> Variant:
-    """The build for a problem's `dtype` and `d_qk`, of kernels whose keys are 576 wide by default."""
+    """The build for a problem's `dtype` and `d_qk`, for kernels with a default key width of 576."""
     if problem.d_qk == D_QK:
         return Variant(dtype=problem.dtype)
     return Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk)
 
 
 KEY_VARIANTS = (*DTYPE_VARIANTS, *variants(dtype=HALF, head_dim_qk=(D_V,)))
-"""All that `key_variant` may ask for."""
+"""All builds that `key_variant` may select."""
 NARROW_WIDTHS = tuple(d_qk for d_qk, d_v in VALUE_WIDTHS.items() if d_v != D_V)
-"""Widths of keys whose values are narrower than DeepSeek's."""
+"""Widths of keys with values narrower than DeepSeek's."""
 NARROW_VALUES = tuple(dict.fromkeys(VALUE_WIDTHS[d_qk] for d_qk in NARROW_WIDTHS))
 """Widths of these values."""
 NARROW_VARIANTS = variants(dtype=HALF, head_dim_qk=NARROW_WIDTHS)
-"""Further builds of kernels that take them beside others."""
+"""Further builds of kernels that support them."""
 TREE_VARIANTS = variants(dtype=HALF, head_dim_qk=(D_QK, D_V), tree_mask=(1,))
-"""Further builds that `tree_variant` may ask for."""
+"""Further builds that `tree_variant` may select."""
 
 
 def with_forms(*builds: Variant) -> tuple[Variant, ...]:
-    """Builds with all optional inputs, whose parameters are `DecodeFormParams`."""
+    """Builds with all optional inputs; their parameters are `DecodeFormParams`."""
     return tuple(build.extended(forms="forms") for build in builds)
 
 
@@ -85,52 +85,52 @@ def form_variant(plain: Variant, problem: Any) -> Variant:
 
 
 def wants_forms(problem: Any) -> bool:
-    """True if a problem has optional inputs other than a sink; those of sparse attention have none."""
+    """True if a problem has optional inputs other than a sink; problems of sparse attention have none."""
     forms = getattr(problem, "forms", None)
     return forms is not None and forms.beyond_sink
 
 
 def tree_or_forms(problem: Any) -> Reason | None:
-    """Reason that a kernel whose builds have a tree or optional inputs, never both, cannot take the problem."""
+    """Reason against a kernel with builds for a tree or for optional inputs, never both."""
     return NO_TREE_WITH_FORMS if problem.tree_mask and wants_forms(problem) else None
 
 
 def narrow_or_forms(problem: Any) -> Reason | None:
-    """Reason that a kernel whose builds have narrow values or optional inputs, never both, cannot take the problem."""
+    """Reason against a kernel with builds for narrow values or for optional inputs, never both."""
     return NO_NARROW_FORMS if problem.d_qk in NARROW_WIDTHS and wants_forms(problem) else None
 
 
 @dataclass(frozen=True)
 class AttentionKernel(KernelSpec[ProblemT]):
-    """An attention kernel over a schedule of splits: those of dense decode and of the sparse forward.
+    """An attention kernel over a schedule of splits, of dense decode or the sparse forward.
 
     Attributes
     ----------
     variant : callable
-        `variant(problem, device)`: the build that it takes.
+        `variant(problem, device)`: the build for a problem.
     block_rows : int
         Query rows of a block.
     blocks_per_sm : int
         Blocks that are resident on an SM at once.
     kv_maps : callable
-        `kv_maps(kv_cache, variant)`: the tensor maps through which a build fetches, if it does.
+        `kv_maps(kv_cache, variant)`: the tensor maps of a build that fetches by TMA.
     cluster_blocks : int
-        Blocks of a cluster, where these share the tokens of a request and merge their results: such a kernel needs
-        neither a schedule nor a combine.
+        Blocks of a cluster that shares the tokens of a request and merges its results: such a kernel needs neither a
+        schedule nor a combine.
     math : str
-        Arithmetic of its products: "exact" for those of 16-bit elements, or "fp8".
+        Arithmetic of its matmuls: "exact" for 16-bit elements, or "fp8".
     other_math : tuple of str
         Further arithmetic, of some of its builds: "fp8x2".
     counts_partials : bool
-        Whether its schedule counts partial results (`cuda_src/attention/split_schedule.cuh`): where that was measured.
+        Whether its schedule prices partial results (`cuda_src/attention/split_schedule.cuh`), where that was measured.
     bf16_partials : bool
-        Whether it can leave partial results of results in bfloat16 in that, for `combine.BF16_PARTIALS`.
+        Whether it can store partial results of bfloat16 results in bfloat16, for `combine.BF16_PARTIALS`.
     sized : callable
-        `sized(problem, device)`: the kernel with other sizes of blocks, where a problem has these; else None.
+        `sized(problem, device)`: the kernel with other block sizes for some problems; else None.
     value_widths : tuple of int
-        Widths of the values that it takes.
+        Supported widths of values.
     forms : tuple of str
-        What it takes of the problem's `forms`, such as a window: see `kernels/decode/problem.py`.
+        Supported optional inputs, such as a window: see `kernels/decode/problem.py`.
     """
 
     variant: Callable[[ProblemT, DeviceInfo], Variant] = lambda problem, device: Variant()
@@ -152,7 +152,7 @@ class AttentionKernel(KernelSpec[ProblemT]):
         return tuple(one for one in super().defaults_on(arch) if getattr(one, "record", "") not in rare)
 
     def objection(self, problem: ProblemT, device: DeviceInfo) -> Reason | None:
-        """See `KernelSpec.objection`: what it takes depends on the problem's forms, too."""
+        """See `KernelSpec.objection`: support also depends on the problem's optional inputs."""
         wanted = getattr(problem, "forms", None)
         lacking = [name for name in (wanted.names if wanted else ()) if name not in self.forms]
         d_v = getattr(problem, "d_v", D_V)

@@ -30,13 +30,13 @@ from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS, VALUE_WIDTHS
 SMALL_ROWS = (16, 32)
 WIDE_ROWS = 64
 WIDE_SPILL_BYTES = 64
-"""Spills allowed: 200 of 255 registers hold output and queries, and what is spilled is read once a step."""
+"""Spills allowed: 200 of 255 registers hold output and queries, and a spilled word is read once a step."""
 SMEM_KB = LEAST_KB, MORE_KB = 99, 163
-"""Shared memory of a block, in KB: what all of these GPUs have; what data centre GPUs from the A100 on have."""
+"""Shared memory of a block, in KB: available on all of these GPUs; available on data-centre GPUs from the A100 on."""
 
 
 def _fitting(smem_bytes: int) -> int:
-    """The KB of the builds for GPUs whose blocks may have so much shared memory."""
+    """The KB of the builds for GPUs with this much shared memory per block."""
     return MORE_KB if smem_bytes >= MORE_KB * 1024 else LEAST_KB
 
 
@@ -56,7 +56,7 @@ def is_default(variant: Variant, arch: str) -> bool:
 
 
 def unsupported(problem: Any, device: DeviceInfo) -> Reason | None:
-    """Reason that a kernel cannot take the problem; None if it can."""
+    """Reason why a kernel does not support the problem; None if it does."""
     if reason := needs_ampere(device):
         return reason
     if problem.record:
@@ -65,7 +65,7 @@ def unsupported(problem: Any, device: DeviceInfo) -> Reason | None:
 
 
 def unsupported_records(problem: Any, device: DeviceInfo, records: tuple[str, ...]) -> Reason | None:
-    """Reason that a kernel that reads such FP8 records cannot take the problem; None if it can."""
+    """Reason why a kernel for such FP8 tokens does not support the problem; None if it does."""
     if not problem.record:
         return READS_RECORDS
     return needs_ampere(device) if problem.record in records else READS_V41
@@ -76,7 +76,7 @@ def _with_width(variant: Variant, problem: Any) -> Variant:
 
 
 def small_variant(problem: Any, device: DeviceInfo) -> Variant:
-    """The build for few rows that it takes; more rows than it has are divided among blocks."""
+    """The build for few rows; more rows are divided among blocks."""
     kb, block_rows = smem_kb(device), narrowest(SMALL_ROWS, problem.rows)
     if problem.d_qk in NARROW_WIDTHS:
         kb, block_rows = LEAST_KB, SMALL_ROWS[-1]
@@ -84,7 +84,7 @@ def small_variant(problem: Any, device: DeviceInfo) -> Variant:
 
 
 def wide_variant(problem: Any, device: DeviceInfo) -> Variant:
-    """The build for many rows that it takes."""
+    """The build for many rows."""
     return _with_width(Variant(dtype=problem.dtype, smem_kb=smem_kb(device)), problem)
 
 
@@ -93,8 +93,9 @@ def _widths(builds: tuple[Variant, ...]) -> tuple[Variant, ...]:
 
 
 NARROW = variants(dtype=HALF, smem_kb=(LEAST_KB,), block_rows=SMALL_ROWS[-1:], head_dim_qk=NARROW_WIDTHS)
-"""Builds for values narrower than DeepSeek's, whose rows of 640 bytes need no more shared memory anywhere. Models with
-such latents have up to 40 heads: a block of 32 rows, or two. Hopper runs them for trees, which its own kernel lacks."""
+"""Builds for values narrower than DeepSeek's. Their rows of 640 bytes need no more shared memory anywhere. Models with
+such latents have up to 40 heads: a block of 32 rows, or two. Hopper runs them for trees, which its own kernel lacks.
+"""
 
 SMALL: AttentionKernel[Any] = AttentionKernel(
     "attention_mma_small",

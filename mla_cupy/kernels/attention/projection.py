@@ -1,4 +1,4 @@
-"""Host side of `attention/projection.cuh`: W_UV after attention, in decode's combine or over given results."""
+"""Host side of `attention/projection.cuh`: W_UV after attention, in decode's combine or for the caller's results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARES = 2, 4, 8
 
 
 LEAST_TOKENS = 8
-"""Tokens that a block has at least, where there are as many: a warp merges one at a time."""
+"""Least tokens of a block, if there are enough: a warp merges one at a time."""
 
 
 class Build(NamedTuple):
@@ -44,7 +44,7 @@ class ProjectionKernel(KernelSpec[object]):
     """A kernel that projects: blocks alone, or in clusters on GPUs that have them."""
 
     def build(self, dtype: str, h_q: int, d_head: int, tokens: int, device: DeviceInfo) -> Build:
-        """The build for so many heads of this width, and tokens. Bits do not depend on it."""
+        """The build for `h_q` heads of this width, and `tokens`. Bits do not depend on it."""
         blocks = share(h_q, d_head, tokens, device) if device.arch in _CLUSTERS else 1
         return Build(self, Variant(dtype=dtype, share=blocks), PROJECTION_BLOCKS_PER_SM * device.sm_count)
 
@@ -64,9 +64,9 @@ def kernel(name: str, about: str, source: str, params: type[Params], facts: Mapp
 
 
 def share(h_q: int, d_head: int, tokens: int, device: DeviceInfo) -> int:
-    """Blocks of a cluster: at least those that a head's columns take, and as many as the GPU holds at once for all
-    heads and shares of the tokens. Clusters of eight do not fill it, as a group of multiprocessors may have no room for
-    a last one, which would run alone, after all others.
+    """Blocks of a cluster: at least enough for a head's columns, and otherwise the most that the GPU holds at once for
+    all heads and shares of the tokens. Clusters of eight may not fill the GPU: a group of multiprocessors may have no
+    room for a last cluster, which would then run alone, after all others.
     """
     least = [blocks for blocks in SHARES if d_head <= blocks * _COLUMNS[True]]
     resident = PROJECTION_BLOCKS_PER_SM * device.sm_count
@@ -76,12 +76,12 @@ def share(h_q: int, d_head: int, tokens: int, device: DeviceInfo) -> int:
 
 
 def is_apart(h_q: int, d_head: int, tokens: int) -> bool:
-    """True if W_UV is faster as a launch of its own, after the combine, than in its place: see `LEAST_ROWS_APART`."""
+    """True if W_UV is faster in a separate launch, after the combine: see `LEAST_ROWS_APART`."""
     return h_q * tokens >= (LEAST_ROWS_APART if d_head <= 128 else LEAST_WIDE_ROWS_APART)
 
 
 def token_shares(tokens: int, least: int, blocks: int, resident: int) -> int:
-    """Shares of the tokens, each by its own blocks: as many as are resident at once, of at least so many tokens."""
+    """Shares of the tokens, each with its own blocks: all that are resident at once, of at least `least` tokens."""
     return max(1, min(-(-tokens // least), resident // blocks))
 
 
@@ -104,10 +104,10 @@ def share_tokens(call: Call, build: Build) -> int:
 
 
 def sizes(call: Call, build: Build, by_query: bool = False, tokens_of_block: int = 0) -> ProjectionSizes:
-    """Sizes and strides of what is at the addresses.
+    """Sizes and strides of the arrays at the addresses.
 
-    With `by_query` the kernel takes the axes b and s_q, which step evenly, as one. `tokens_of_block` are those that
-    `share_tokens` finds unless they are given.
+    With `by_query` the kernel treats the axes b and s_q, which step evenly, as one. `tokens_of_block` defaults to the
+    result of `share_tokens`.
     """
     d_head, (b, s_q, _, _) = call.view("w_uv").shape[1], call.view("out").shape
 

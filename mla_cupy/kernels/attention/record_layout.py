@@ -1,4 +1,4 @@
-"""A record as the kernels take it: the members that `MLA_RECORD_LAYOUT` of `attention/record.cuh` reads."""
+"""A record in the kernels' form: the members that `MLA_RECORD_LAYOUT` of `attention/record.cuh` reads."""
 
 from __future__ import annotations
 

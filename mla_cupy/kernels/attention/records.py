@@ -1,4 +1,4 @@
-"""Host side that the kernels reading FP8 records share, those of dense and of sparse decode."""
+"""Host side that the kernels reading FP8 records share, in dense and sparse decode."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SPARSE_RECORDS = ("v32", "v4")
 DENSE_RECORDS = (*SPARSE_RECORDS, "fp8")
 """Names of the records that the kernels of dense decode read."""
 PLAIN_RECORDS = ("v41",)
-"""Names of the records that the kernels on CUDA cores read beside these, in dense and in sparse decode."""
+"""Names of further formats that the kernels on CUDA cores read, in dense and in sparse decode."""
 MMA_DENSE = (*DENSE_RECORDS, *ON_DEMAND_RECORDS)
-"""Names of the records that the kernels of dense decode with tensor cores read."""
+"""Names of the formats that the tensor-core kernels of dense decode read."""
 READ_SPARSE = (*SPARSE_RECORDS, *PLAIN_RECORDS, *ON_DEMAND_RECORDS)
 READ_DENSE = (*DENSE_RECORDS, *PLAIN_RECORDS, *ON_DEMAND_RECORDS)
 """Names of the records that some kernel of sparse, and of dense, decode reads."""
@@ -23,7 +23,7 @@ READ_FORWARD = (*SPARSE_RECORDS, *ON_DEMAND_RECORDS)
 """Names of the records that kernels of the sparse forward read."""
 
 COMPACT = {"v41": "v41-fp4"}
-"""The record that sparse decode's second cache may have beside one of another kind in the first."""
+"""Format that sparse decode's second cache may use with another format in the first."""
 BLOCK_ROWS = (8, 16, 32)
 """Numbers of query rows that a block of the kernels with swapped operands may compute."""
 
@@ -37,10 +37,10 @@ def record_variant(problem: Any, device: DeviceInfo) -> Variant:
 
 
 def rows_variant(problem: Any, block_rows: int) -> Variant:
-    """The build for blocks of so many rows."""
+    """The build for blocks of `block_rows` rows."""
     return Variant(dtype=problem.dtype, record=identifier(problem.record), block_rows=block_rows)
 
 
 def small_record_variant(problem: Any, rows: int) -> Variant:
-    """The build for so many rows: the narrowest that holds them, or several blocks of the widest."""
+    """The build for `rows` rows: the narrowest block that holds them, or several of the widest."""
     return rows_variant(problem, narrowest(BLOCK_ROWS, rows))

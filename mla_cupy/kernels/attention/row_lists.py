@@ -44,11 +44,11 @@ def launch(
 ) -> Launch:
     """Write the lists and their lengths to the workspace.
 
-    `selected`, if given, is an array of (s_kv,) zeros: how many entries select each row is added to it. `ordered`
-    lists are sorted by the 256th of kv that a row is in; the others keep the order of the indices. `keys` is the array
-    that the rows are of, as many as `s_kv` if that is not the size of its first axis. `relative` indices count from the
-    first row of their sequence, others from the first of all. Indices of three axes are those
-    of sequences, each of which has one `topk_length`.
+    `selected`, unless None, is an array of (s_kv,) zeros; each row's count of entries is added to it. `ordered` lists
+    are sorted by the 256th of kv that contains a row; the others keep the order of the indices. `keys` is the array
+    with the rows; it has `s_kv` rows if that is not the size of its first axis. `relative` indices count from the first
+    row of their sequence, others from the first of all. Indices with three axes belong to sequences, with one
+    `topk_length` each.
     """
     indices = call.view("indices")
     *of_axes, topk = indices.shape

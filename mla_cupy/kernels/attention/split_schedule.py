@@ -1,4 +1,4 @@
-"""Constants of `attention/split_schedule.cuh`, with the headers that it includes: they say what the numbers mean.
+"""Constants of `attention/split_schedule.cuh` and its headers, which explain the numbers.
 
 Written by `python -m tools.generate`.
 """

@@ -25,7 +25,7 @@ from mla_cupy.runtime.device import DeviceInfo
 
 
 class AppendOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     kv_format: str
     scales: str
@@ -34,7 +34,7 @@ class AppendOptions(NamedTuple):
 
 
 class GatherOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     kv_format: str
     kv_scale: float
@@ -54,7 +54,7 @@ class UpdateOptions(NamedTuple):
 
 
 class SlotsOptions(NamedTuple):
-    """The options of `cache_slots`: the caller's, then with as many pages as slots of 32 bits can name."""
+    """The options of `cache_slots`: the caller's, then with the most pages that 32-bit slots can address."""
 
     page_size: int
     max_tokens: int

@@ -17,11 +17,11 @@ from mla_cupy.kernels.spec import Variant
 from mla_cupy.shapes import D_ROPE
 
 LANE_COLUMNS = 64
-"""Columns of queries of which a lane has eight."""
+"""Columns of queries for which a lane has eight."""
 
 
 class MlaPrepareOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     theta: float | None
     interleaved: bool
@@ -58,7 +58,7 @@ class MlaPreparePipeline(CachePipeline):
         w_uk = call.views["w_uk"]
         has_tokens = call.views["cache"] is not None or call.views["rope_out"] is not None
         token_blocks = -(-n // table.PREPARED_PER_BLOCK) if has_tokens else 0
-        turns: Any = frequencies(options.theta)  # as many as the struct has
+        turns: Any = frequencies(options.theta)  # one per element of the struct's array
         params = CachePrepareParams(
             q="q",
             q_rope=call.name("q_rope"),
@@ -100,7 +100,7 @@ def _row_bytes(call: Call, name: str) -> tuple[int, int]:
 
 
 def queries_alone(call: Call) -> CachePrepareParams:
-    """The members of a call without tokens or angles, whose queries have `q_rope` for their RoPE part, or none."""
+    """The members of a call without tokens or angles; `q_rope` is the queries' RoPE part, if there is one."""
     n, h, _ = call.view("out").shape
     return CachePrepareParams(
         q=call.name("q_rope"),

@@ -1,7 +1,7 @@
-"""Decode kernels whose blocks share a request in clusters: how many clusters, and what they keep in the workspace.
+"""Decode kernels whose blocks share a request in clusters: their number, and their part of the workspace.
 
-The clusters find their shares of the batch themselves (`decode/cluster_work.cuh`). Only where several of them share a
-request do they need memory: for their partial results, and for the tickets by which the last one knows that it is.
+The clusters find their shares of the batch themselves (`decode/cluster_work.cuh`). They need memory only where several
+of them share a request: for their partial results, and for the tickets that identify the last cluster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ClusterKernel(AttentionKernel[DecodeProblem]):
     """A kernel that clusters of `cluster_blocks` blocks run, in one launch."""
 
     def splits(self, rows: int, device: DeviceInfo) -> SplitGrid:
-        """`num_splits` clusters for each of the row blocks, as many as are resident at once."""
+        """`num_splits` clusters per row block: all that are resident at once."""
         row_blocks = -(-rows // self.block_rows)
         return SplitGrid(row_blocks, min(MAX_CLUSTERS, max(1, self.resident(device) // row_blocks)))
 
@@ -35,7 +35,7 @@ class ClusterKernel(AttentionKernel[DecodeProblem]):
 def clusters(kernel: AttentionKernel[DecodeProblem], num_splits: int, b: int, max_tokens: int) -> int:
     """The clusters to launch for each row block: one per request, or more where they may share requests.
 
-    `num_splits` are those that are resident, `max_tokens` what a line of the block table can hold.
+    `num_splits` clusters are resident; a line of the block table holds `max_tokens`.
     """
     tiles_per_block = -(-max_tokens // (TILE_TOKENS * kernel.cluster_blocks))
     return num_splits if b < num_splits and tiles_per_block > MIN_TILES_PER_BLOCK else b

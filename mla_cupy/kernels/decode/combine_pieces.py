@@ -37,7 +37,7 @@ def columns(max_pieces: int) -> int:
 def launch(
     dtype: str, resident: int, rows: int, max_pieces: int, args: LaunchArgs, *, of_groups: bool = False
 ) -> Launch:
-    """Merge `rows` rows, those of all requests or groups, with at most `resident` blocks per column."""
+    """Merge the `rows` rows of all requests or groups, with at most `resident` blocks per column."""
     blocks = min(resident, -(-rows // COMBINE_UNITS_PER_BLOCK))
     variant = build_of_groups(dtype) if of_groups else Variant(dtype=dtype)
     return Launch(KERNEL, variant, (blocks, columns(max_pieces), 1), args)

@@ -227,7 +227,7 @@ class InPieces(_Config):
 
 @dataclass(frozen=True)
 class _OfGroups(_Config):
-    """A schedule of groups of queries, whose number varies or which see a window."""
+    """A schedule of groups of queries, for packed queries and windows."""
 
     groups: Groups
 
@@ -339,16 +339,16 @@ DecodeConfig = InClusters | InSplits | InPieces | InGroups | InGroupedPieces
 
 
 def _partials(rows: int) -> dict[str, int]:
-    """Parts of the workspace for so many rows of partial results."""
+    """Parts of the workspace for `rows` rows of partial results."""
     return {"partial_lse": 4 * rows, "partial_out": 4 * D_V * rows}
 
 
 def _costs(kernel: AttentionKernel[DecodeProblem], rows: int) -> tuple[int, int]:
-    """Costs of a merge and of a piece of requests of so many rows, for the schedule."""
+    """Costs of a merge and of a piece for requests of `rows` rows, for the schedule."""
     merge_cost = heuristics.merge_cost(min(rows, kernel.block_rows))
     return merge_cost, heuristics.piece_cost(rows) if kernel.counts_partials else 0
 
 
 def _args_of(params: DecodeParams, args: LaunchArgs) -> LaunchArgs:
-    """`args` itself where its struct is `params`, so that two launches share one block; else arguments of their own."""
+    """`args` itself if its struct is `params`, so that two launches share one block; else separate arguments."""
     return args if args.params is params else LaunchArgs(params)

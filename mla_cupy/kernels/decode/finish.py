@@ -1,7 +1,7 @@
 """Steps after the attention kernel of dense decode: the merge of split requests, and the multiplication by W_UV.
 
-Every class says where the attention kernel writes results (`out`, its strides, `out_is_fp32`), whether a combine runs
-(`combines`), and what the finish adds to the workspace, to the builds and, after the combine, to the steps.
+Every class defines where the attention kernel writes results (`out`, its strides, `out_is_fp32`), whether a combine
+runs (`combines`), and the finish's additions to the workspace, to the builds and, after the combine, to the steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Unprojected:
         return call.view(self.out).dtype == "float32"
 
     def blocks(self, resident: int) -> int:
-        """Blocks of the combine, of so many that are resident at once."""
+        """Blocks of the combine, at most `resident`."""
         return resident
 
     def workspace(self, problem: DecodeProblem, b: int | None) -> dict[str, int]:
@@ -85,7 +85,7 @@ class _Projected:
 
 @dataclass(frozen=True)
 class ProjectInMerge(_Projected):
-    """One kernel in the combine's place merges and projects; `has_pieces` says that the schedule is batch-invariant."""
+    """One kernel replaces the combine: it merges and projects. `has_pieces`: the schedule is batch-invariant."""
 
     has_pieces: bool = False
 
@@ -111,7 +111,7 @@ class ProjectInMerge(_Projected):
 
 @dataclass(frozen=True)
 class ProjectAfterMerge(_Projected):
-    """The combine merges, and a kernel of its own projects: it may start before the combine has ended."""
+    """The combine merges, and a separate kernel projects: it may start before the combine has ended."""
 
     combines: ClassVar[bool] = True
     unit_tiles: ClassVar[int] = 1

@@ -1,4 +1,4 @@
-"""Preferences among the kernels of dense decode, and what clusters may share: numbers that were measured."""
+"""Measured preferences among the kernels of dense decode, and limits of clusters."""
 
 from __future__ import annotations
 

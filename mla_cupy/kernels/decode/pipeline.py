@@ -104,7 +104,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
 
 
 def _in_groups(problem: DecodeProblem, kernel: AttentionKernel[DecodeProblem], device: DeviceInfo) -> InGroups:
-    """Groups of as many queries as fill a block of the kernel, or as most sequences have."""
+    """Groups of the queries that fill a block of the kernel, or that most sequences have."""
     queries = max(1, min(problem.s_q, kernel.block_rows // problem.h_q))
     groups = Groups(queries, problem.forms.packed, problem.forms.window)
     splits = kernel.splits(queries * problem.h_q, device)
@@ -130,7 +130,7 @@ def _finish(problem: DecodeProblem, device: DeviceInfo) -> Merge | ProjectInMerg
 def _finish_of_pieces(config: InSplits, device: DeviceInfo) -> Merge | ProjectInMerge:
     """The finish of a batch-invariant call.
 
-    The order of a row's sums must not depend on the batch: the kernel in the combine's place has an order of its own.
+    The order of a row's sums must not depend on the batch, but the projecting combine uses another order.
     """
     if isinstance(config.finish, ProjectAfterMerge):
         return replace(_project_in_merge(config.problem, 0, device), has_pieces=True)

@@ -14,9 +14,9 @@ from mla_cupy.shapes import D_QK, TILE_TOKENS, VALUE_WIDTHS
 
 
 class Forms(NamedTuple):
-    """Forms of a call: what it has beside queries of one length, in one array, that see all tokens.
+    """Optional inputs of a call: anything beyond queries of one length, in one array, that see all tokens.
 
-    Each kernel says which of these it takes, by their names: those of the arguments of a call.
+    Each kernel lists the ones that it supports, by the names of the call's arguments.
     """
 
     attn_sink: bool = False
@@ -32,7 +32,7 @@ class Forms(NamedTuple):
 
     @property
     def beyond_sink(self) -> bool:
-        """True if there are others than a sink, which every kernel but the clusters takes."""
+        """True if there are any except a sink, which every kernel except the clusters supports."""
         return any(name != "attn_sink" for name in self.names)
 
     @property
@@ -44,7 +44,7 @@ class Forms(NamedTuple):
 class Batch(NamedTuple):
     """The largest batch that a configuration serves: sequences, the tokens that each may have, all query tokens.
 
-    The last is 0 where each sequence has as many as the problem says.
+    The last is 0 where each sequence has the problem's number of queries.
     """
 
     b: int
@@ -61,8 +61,8 @@ class Batch(NamedTuple):
 class BatchStep:
     """The batch that a schedule is for, and strides of its lengths and starts.
 
-    `s_q` are the queries of each sequence, or of all where these are packed; `max_tokens` is what a line of the block
-    table can hold. `shard` is (cp_world, cp_rank).
+    `s_q` is the number of queries per sequence, or in all if these are packed; a line of the block table holds
+    `max_tokens`. `shard` is (cp_world, cp_rank).
     """
 
     b: int
@@ -78,16 +78,15 @@ NO_FORMS = Forms()
 
 @dataclass(frozen=True)
 class DecodeProblem:
-    """Sizes and dtypes that decide which kernels run and how: no pointers, no device. `dtype` is that of the queries.
+    """Sizes and dtypes that decide which kernels run and how: no pointers, no device. `dtype` is the queries'.
 
-    `aligned` says that q and the cache start at, and step by, multiples of 16 bytes, which TMA demands; beside records,
-    of which no kernel demands that of calls without forms, that the queries of a call with forms do. `record` is the
-    FP8 record of the cache, "" for rows of `dtype`. `tree_mask` says that there is one. `math` is "exact", "fp8" or
-    "fp8x2". Of queries of varying length `s_q` is what most have. `d_head` is the width that W_UV gives results, 0
-    without it.
+    `aligned`: q and the cache start at, and step by, multiples of 16 bytes, as TMA requires. For FP8 formats this
+    concerns the queries alone, in calls with optional inputs. `record` is the FP8 format of the cache, "" for rows of
+    `dtype`. `math` is "exact", "fp8" or "fp8x2". For packed queries `s_q` is the usual number. `d_head` is the width
+    after W_UV, 0 without it.
 
-    `batch` is for the choice among kernels alone, which does without where it is not known. Problems that differ in
-    nothing else are equal, since a plan serves smaller batches than its own.
+    `batch` may be None; then the choice among kernels ignores the batch size. Problems that differ in nothing else are
+    equal, since a plan serves smaller batches than its own.
     """
 
     s_q: int
@@ -109,14 +108,14 @@ class DecodeProblem:
 
     @property
     def told(self) -> dict[str, Any]:
-        """Properties that a caller knows, by name."""
+        """Properties that the caller passes, by name."""
         names = ("s_q", "h_q", "dtype", "d_qk", "tree_mask", "math", "d_head")
         told = {name: getattr(self, name) for name in names}
         return {**told, "kv_format": self.record or None, **self.forms._asdict()}
 
     @property
     def half(self) -> str:
-        """The 16-bit dtype of results: that of the queries, or bfloat16 of queries in e4m3."""
+        """The 16-bit dtype of results: the queries', or bfloat16 for e4m3 queries."""
         return self.dtype if self.dtype in HALF else "bfloat16"
 
     @property
@@ -126,7 +125,7 @@ class DecodeProblem:
 
 
 class DecodeOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     scale: float
     max_seqlen_q: int | None

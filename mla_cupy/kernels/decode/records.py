@@ -43,7 +43,7 @@ FORM_ROWS = BLOCK_ROWS[1:]
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if not problem.record:
         return READS_RECORDS
     if problem.record in PLAIN_RECORDS:
@@ -79,7 +79,7 @@ SMALL: AttentionKernel[DecodeProblem] = AttentionKernel(
 
 
 def _not_by_seesaw(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     reason = unsupported(problem, device)
     if reason is not None:
         return reason
@@ -131,7 +131,7 @@ BLACKWELL_BLOCK_ROWS = (32, 64)
 
 
 def _not_on_blackwell(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if not problem.record:
         return READS_RECORDS
     if device.arch not in BLACKWELL:

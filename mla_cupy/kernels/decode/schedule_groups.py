@@ -28,14 +28,14 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 @dataclass(frozen=True)
 class Groups:
-    """Division of the queries of a batch: up to `queries` in each group; `packed` ones begin where the device says."""
+    """Division of the queries of a batch: up to `queries` per group; the starts of `packed` ones are on the device."""
 
     queries: int
     packed: bool
     window: int
 
     def most(self, b: int, queries: int) -> int:
-        """Groups that `b` sequences with so many queries each, or packed ones in all, have at most.
+        """Most groups of `b` sequences with `queries` queries each, or in all if packed.
 
         Packed queries before the first sequence and after the last one are groups, too.
         """
@@ -49,7 +49,7 @@ def launch(
 ) -> Launch:
     """Write the groups of a batch and its schedule to the workspace's `groups` and `schedule`.
 
-    With `piece_tiles` each group is cut alone, into pieces of so many.
+    With `piece_tiles` each group is cut alone, into pieces of that many tiles.
     """
     params = DecodeScheduleGroupsParams(
         seqlens="seqlens",

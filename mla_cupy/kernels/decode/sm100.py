@@ -25,7 +25,7 @@ NARROW_BLOCK_ROWS = (32, 64)
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if device.arch not in BLACKWELL:
         return needs_cc(device, "10.0", "10.3")
     if problem.record:
@@ -71,7 +71,7 @@ JOINT_ROWS = BLOCK_ROWS[-1]
 
 
 def _not_by_a_pair(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that a pair cannot take the problem; None if it can."""
+    """Reason why a pair does not support the problem; None if it does."""
     if reason := unsupported(problem, device):
         return reason
     if problem.tree_mask:

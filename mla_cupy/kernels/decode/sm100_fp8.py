@@ -17,7 +17,7 @@ BLOCK_ROWS = (32, 64)
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if problem.record != "fp8":
         return Reason('reads the record "fp8"') if problem.record else READS_RECORDS
     if device.arch not in BLACKWELL:
@@ -26,7 +26,7 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
 
 
 def kv_maps(kv_cache: View, variant: Variant) -> tuple[TensorMapSpec]:
-    """Boxes of 128 columns, of the RoPE columns too: what is past the record's end comes as zeros."""
+    """Boxes of 128 columns, also for the RoPE columns: bytes past the record's end are zeros."""
     latent, _ = sm90_fp8.kv_maps(kv_cache, variant)
     return (latent,)
 

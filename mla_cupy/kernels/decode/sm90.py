@@ -1,4 +1,4 @@
-"""The seesaw of dense decode, and what all of Hopper's decode kernels over 16-bit rows share on the host."""
+"""The seesaw of dense decode, and the host code that all of Hopper's decode kernels over 16-bit rows share."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ BLOCK_M = 64
 BOX_COLUMNS = 64
 """Columns of one TMA box: 128 bytes, the span of the swizzle."""
 BOX_ROWS = 8
-"""Rows that the swizzle repeats after: those of several boxes of columns lie in turn, see `box_maps`."""
+"""Period of the swizzle in rows: rows of several boxes of columns alternate, see `box_maps`."""
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     if problem.record:
@@ -41,9 +41,9 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
 def kv_map(kv_cache: View, l2: str = "128B") -> TensorMapSpec:
     """The cache as (pages, 1, tokens, d_qk), fetched in boxes of 64 columns and gcd(page_size, 64) tokens.
 
-    `l2` is the promotion of the fetches, which pays or costs with what binds the kernel.
+    `l2` is the L2 promotion of the fetches, which pays or costs depending on what binds the kernel.
 
-    Strides of dimensions of size 1 mean nothing, and may be what the driver refuses: they are replaced.
+    Strides of dimensions of size 1 are meaningless, and the driver may reject them: they are replaced.
     """
     num_pages, page_size, d_qk = kv_cache.shape
     page, token, _ = kv_cache.strides

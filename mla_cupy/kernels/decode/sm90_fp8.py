@@ -16,11 +16,11 @@ from mla_cupy.runtime.tensormap import TensorMapSpec
 from mla_cupy.shapes import D_QK, D_ROPE, TILE_TOKENS
 
 QUERIES = (*HALF, "float8_e4m3fn")
-"""Dtypes of queries: what is in 16 bits is rounded on its way into shared memory."""
+"""Dtypes of queries: 16-bit queries are rounded on their way into shared memory."""
 BLOCK_ROWS = (16, 32, 64)
 """Rows of the builds; with a tree of drafts, which has rows enough, the widest alone."""
 TERMS = "fp8x2"
-"""The arithmetic of the builds whose weights, and queries in 16 bits, are sums of two numbers in e4m3."""
+"""Arithmetic of the builds that represent weights, and 16-bit queries, as sums of two e4m3 numbers."""
 LEAST_ROWS_OF_TERMS = 17
 """Query rows from which these are used: their blocks have 64, and with fewer rows conversion is faster."""
 SMALL_BLOCKS = 32
@@ -30,7 +30,7 @@ PANEL_COLUMNS = 128
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if problem.record != "fp8":
         return Reason('reads the record "fp8"') if problem.record else READS_RECORDS
     if device.arch not in HOPPER:
@@ -63,9 +63,9 @@ def variant(problem: DecodeProblem, device: DeviceInfo) -> Variant:
 def kv_maps(kv_cache: View, variant: Variant) -> tuple[TensorMapSpec, TensorMapSpec]:
     """The cache as (pages, 1, tokens, bytes): boxes of 128 latent columns, and of the RoPE columns.
 
-    Boxes are of gcd(page_size, 64) tokens. Of one token, the RoPE columns have a row of 128 bytes in shared memory,
-    where a box begins at a multiple of that; what is past the record's end comes as zeros. Without a page nothing is
-    fetched, but the map has one: the driver refuses empty ones.
+    Boxes have gcd(page_size, 64) tokens. In boxes of one token, the RoPE columns occupy a row of 128 bytes in shared
+    memory, since a box begins at a multiple of that; bytes past the record's end are zeros. Without a page nothing is
+    fetched, but the map has one: the driver rejects empty maps.
     """
     num_pages, page_size, width = kv_cache.shape
     page, token, _ = kv_cache.strides
@@ -87,7 +87,7 @@ def kv_maps(kv_cache: View, variant: Variant) -> tuple[TensorMapSpec, TensorMapS
 
 
 def _sized(problem: DecodeProblem, device: DeviceInfo) -> AttentionKernel[DecodeProblem] | None:
-    """The kernel in blocks of 32 rows where these get few tiles each: half as many partial results per row."""
+    """The kernel in blocks of 32 rows where these get few tiles each: half the partial results per row."""
     if problem.batch is None or problem.tree_mask or problem.rows <= SMALL_BLOCKS:
         return None
     if problem.math == TERMS:

@@ -30,12 +30,13 @@ BLOCK_ROWS = (8, 16, 24, 32)
 OTHER_BLOCK_ROWS = (16, 32)
 """Rows of the builds for keys of 512, a tree or optional inputs: fewer, as each takes seconds to compile."""
 NARROW_BLOCK_ROWS = {320: (32, 64), 288: (32, 40, 64)}
-"""Rows of the builds for values of 256 columns, by the width of keys: accumulators of as many rows take half the
-registers. MiniCPM3, with keys of 288, has 40 heads."""
+"""Rows of the builds for values of 256 columns, by the width of keys: accumulators for the same rows take half the
+registers. MiniCPM3, with keys of 288, has 40 heads.
+"""
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if problem.tree_mask and problem.d_qk != D_QK:
         return Reason(f"takes a tree_mask with keys of {D_QK} only")
     return sm90.unsupported(problem, device) or tree_or_forms(problem) or narrow_or_forms(problem)
@@ -44,8 +45,8 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
 def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
     """Prefer it for the rows of one block, for more rows in small batches, and for all rows of narrow values.
 
-    Several blocks then work at each tile, which takes longer than in one block of the seesaw; but their first tile
-    comes earlier, and with half as many splits there is half as much to merge.
+    Several blocks then work on each tile, which takes longer than in one block of the seesaw; but their first tile
+    arrives earlier, and half the splits leave half as much to merge.
     """
     if problem.rows <= BLOCK_ROWS[-1] or problem.d_qk in NARROW_BLOCK_ROWS:
         return True

@@ -16,11 +16,11 @@ BLOCKS = 8
 """Thread blocks per cluster."""
 BLOCK_ROWS = 16
 MAX_TOKENS = BLOCKS * MIN_TILES_PER_BLOCK * TILE_TOKENS
-"""The longest sequences that it is preferred for."""
+"""Largest sequence length for which it is preferred."""
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     return NO_TREE if problem.tree_mask else sm90.unsupported(problem, device)
 
 

@@ -1,7 +1,7 @@
 """Dense attention, backward: the schedule, statistics, gradients of keys and queries, sums in 16 bits.
 
-A call that need not be deterministic makes all gradients in one kernel, by tiles of keys: those of the queries are
-added up in float32. Else a second kernel makes these, by tiles of queries.
+A call that need not be deterministic computes all gradients in one kernel, by tiles of keys: dq is
+added up in float32. Else a second kernel computes dq, by tiles of queries.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _tiles_of_heads(problem: DenseBackwardProblem) -> int:
 
 
 def kv_heads_at_once(problem: DenseBackwardProblem, device: DeviceInfo, sums_dq: bool) -> int:
-    """KV heads whose queries are walked together: as many as the L2 holds of queries, dout and sums."""
+    """Number of KV heads processed together: the most with queries, dout and sums that fit into L2."""
     query_bytes = _BYTES_16_BITS * (problem.d_qk + problem.d_v) + (_FLOAT * problem.d_qk if sums_dq else 0)
     kv_head_bytes = query_bytes * problem.s_q * (problem.h_q // problem.h_kv)
     return max(1, min(int(L2_SHARE * device.l2_bytes) // max(1, kv_head_bytes), problem.h_kv))

@@ -1,4 +1,4 @@
-"""The kernels of the backward of dense attention for Hopper: the gradients of keys and values, those of queries."""
+"""The Hopper kernels of dense attention's backward: gradients of keys and values, and of queries."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.launching import Dim3
 
 QUERIES_AT_ONCE = 64
-"""Queries that the kernel of keys takes at once."""
+"""Queries per step of the kernel of keys."""
 _ROWS_AT_ONCE = _KEYS_AT_ONCE = 64
-"""Rows of the kernel of queries: queries that one warpgroup has, and keys that it takes at once."""
+"""Rows of the kernel of queries: queries per warpgroup, and keys per step."""
 _VARIANTS = tuple(variant for variant in VARIANTS if variant.head_dim_v == 128)
 
 
 def needs_hopper(problem: DenseBackwardProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernels for Hopper cannot take the problem; None if they can."""
+    """Reason why Hopper's kernels do not support the problem; None if they do."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     if problem.d_v != 128:

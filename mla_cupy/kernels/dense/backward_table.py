@@ -29,9 +29,9 @@ class QueriesKernel(KernelSpec[DenseBackwardProblem]):
     grid : callable
         `grid(problem, device)`.
     maps : callable
-        `maps(problem, call)`: its tensor maps and the arrays that they are of.
+        `maps(problem, call)`: its tensor maps and their arrays.
     variant : callable
-        `variant(problem)`: the build that it takes.
+        `variant(problem)`: the build for a problem.
     """
 
     grid: Callable[[DenseBackwardProblem, DeviceInfo], Dim3] = lambda problem, device: (1, 1, 1)
@@ -46,7 +46,7 @@ class KeysKernel(QueriesKernel):
     Attributes
     ----------
     queries : QueriesKernel
-        Makes that of the queries, where this one does not.
+        Computes the queries' gradient, where this kernel does not.
     sums_dq : callable
         `sums_dq(problem)`: whether it adds the gradients of the queries and the shared last columns of the keys up in
         float32, in an order that varies.

@@ -1,4 +1,4 @@
-"""The kernels of dense attention over e4m3 codes: that for Hopper, whose products are of FP8, and the plain one."""
+"""The kernels of dense attention over e4m3 codes: Hopper's, with FP8 matmuls, and the CUDA-core fallback."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
 TILE_KEYS = 128
-"""Keys of a tile: those whose weights have one maximum."""
+"""Keys of a tile; their weights share one maximum."""
 QUERIES_AT_ONCE = 64
 """Queries of a warpgroup, which fetches them on its own."""
 PANEL_COLUMNS, ROPE_COLUMNS = 128, 64
-"""Widths of TMA copies: the span of the swizzle, and what is left of a row."""
+"""Widths of TMA copies: the span of the swizzle, and the remainder of a row."""
 READS_CODES = Reason("reads queries, keys and values in e4m3")
 
 _VARIANT = Variant(dtype="float8_e4m3fn", head_dim_qk=FP8_GEOMETRY[0], head_dim_v=FP8_GEOMETRY[1])
@@ -24,7 +24,7 @@ _HOPPER_VARIANT = _VARIANT.extended(tile_keys=TILE_KEYS)
 
 
 def fp8_params(params: PrefillParams, problem: DenseProblem, call: Call) -> PrefillFp8Params:
-    """The parameters of both kernels: those of dense attention, the scales, and where the sequences are."""
+    """Parameters of both kernels: dense attention's, the scales, and the starts of sequences."""
     return PrefillFp8Params(
         prefill_fp8_addresses=PrefillFp8Addresses(
             q_scales=call.name("q_scales"),
@@ -45,7 +45,7 @@ def fp8_params(params: PrefillParams, problem: DenseProblem, call: Call) -> Pref
 
 
 def hopper_unsupported(problem: DenseProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel for Hopper cannot take the problem; None if it can."""
+    """Reason why Hopper's kernel does not support the problem; None if it does."""
     if not problem.coded:
         return READS_CODES
     if device.arch not in HOPPER:
@@ -73,7 +73,7 @@ def row_maps(problem: DenseProblem, call: Call) -> Maps:
 
 
 def row_map(array: View, columns: int, rows: int) -> TensorMapSpec:
-    """An array of (tokens, heads, width) codes, fetched by so many columns of `rows` tokens of a head."""
+    """An array of (tokens, heads, width) codes, fetched in boxes of `columns` x `rows` tokens of a head."""
     (tokens, heads, width), (token, head) = array.shape, array.strides[:2]
     return TensorMapSpec(
         "uint8",
@@ -102,7 +102,7 @@ SM90_FP8 = DenseKernel(
 
 
 def plain_unsupported(problem: DenseProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the plain kernel cannot take the problem; None if it can."""
+    """Reason why the fallback does not support the problem; None if it does."""
     return None if problem.coded else READS_CODES
 
 

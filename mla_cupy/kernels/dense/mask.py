@@ -24,7 +24,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 
 class MaskOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     max_keys: int
     relative: bool

@@ -26,7 +26,7 @@ from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.launching import Dim3
 
 L2_SHARE = 0.6
-"""Share of the L2 that keys and values of the heads walked together may take."""
+"""Share of L2 for keys and values of the heads processed together."""
 
 SELF_SCHEDULED = 4
 """Items per block up to which one sequence needs no schedule: its tiles follow from its ends, and turns are short."""
@@ -86,7 +86,7 @@ def schedule_sizes(problem: DenseProblem) -> dict[str, int]:
 
 
 def launch_schedule(problem: DenseProblem, call: Call, *, of_keys: bool = False) -> Launch:
-    """List the tiles of queries, and those of keys if they are wanted."""
+    """List the tiles of queries, and the tiles of keys `of_keys`."""
     params = DenseScheduleParams(
         cu_seqlens_q=call.name("cu_seqlens_q"),
         cu_seqlens_kv=call.name("cu_seqlens_kv"),
@@ -106,7 +106,7 @@ def launch_schedule(problem: DenseProblem, call: Call, *, of_keys: bool = False)
 
 
 def heads_at_once(problem: DenseProblem, device: DeviceInfo) -> int:
-    """Query heads whose keys and values are walked together: whole groups, as many as the L2 holds."""
+    """Number of query heads processed together: whole groups, the most with keys and values that fit into L2."""
     head_bytes = TABLE[problem.dtype].nbytes * problem.s_kv * (problem.d_qk + problem.d_v)
     kv_heads = int(L2_SHARE * device.l2_bytes) // max(1, head_bytes)
     return problem.h_q // problem.h_kv * max(1, min(kv_heads, problem.h_kv))
@@ -118,7 +118,7 @@ class LastColumns(NamedTuple):
     Attributes
     ----------
     name : str
-        Of the array, which may be that of the first columns.
+        Name of the array, or of the array of the first columns.
     column : int
         Where they begin in it.
     heads : int

@@ -11,15 +11,15 @@ from mla_cupy.kernels.spec import Variant
 GEOMETRIES = ((192, 128), (256, 256), (128, 128))
 """Widths of keys and values that are built."""
 D_ROPE = 64
-"""Width of what may be an array of its own, of queries and of keys: their last columns."""
+"""Width of the last columns of queries and keys, which may be separate arrays."""
 TILE_QUERIES = TILE_KEYS = 128
 """Tile of the lists that the schedule makes. A kernel may compute less at once."""
 FP8_GEOMETRY = (192, 128)
 """Widths of keys and values that are built for e4m3 codes."""
 ROW_GROUP = 16
-"""Rows of the workspace at whose multiples sequences begin."""
+"""Alignment of sequences in the workspace, in rows."""
 SCHEDULE_BYTES, SEQUENCE_BYTES, TILE_BYTES = 8, 28, 32
-"""Sizes of what the schedule writes: the head of a list, a sequence, a tile."""
+"""Sizes of the schedule's output: the head of a list, a sequence, a tile."""
 MASK_ROW_BYTES = 16
 """Rows of masks start at, step by, and have multiples of these: 128 keys."""
 
@@ -27,7 +27,7 @@ VARIANTS = tuple(Variant(dtype=dtype, head_dim_qk=d_qk, head_dim_v=d_v) for dtyp
 
 
 def _most_tiles(tokens: int, tile: int, sequences: int) -> int:
-    """Most tiles: those of the caller's sequences, and of what comes before and after them."""
+    """Most tiles, in the caller's sequences and in the tokens before and after them."""
     return min(tokens, tokens // tile + sequences + 2)
 
 
@@ -35,9 +35,9 @@ def _most_tiles(tokens: int, tile: int, sequences: int) -> int:
 class DenseProblem:
     """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
-    `sequences` is 1 where no starts are given. `aligned` says that all rows that are read start at, and step by,
-    multiples of 16 bytes. `masked` says that there is a mask. The dtype of e4m3 codes is "float8_e4m3fn", whatever that
-    of their arrays is; there is neither mask nor state then.
+    `sequences` is 1 without starts. `aligned`: all rows that are read start at, and step by, multiples of 16 bytes.
+    `masked`: the call has a mask. The dtype of e4m3 codes is "float8_e4m3fn", whatever dtype their arrays have; e4m3
+    supports neither mask nor state.
     """
 
     s_q: int
@@ -58,7 +58,7 @@ class DenseProblem:
 
     @property
     def variant(self) -> Variant:
-        """The build that a problem takes."""
+        """The build for a problem."""
         return Variant(dtype=self.dtype, head_dim_qk=self.d_qk, head_dim_v=self.d_v)
 
     @property
@@ -68,7 +68,7 @@ class DenseProblem:
 
 
 class PrefillOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     causal: bool
     scale: float
@@ -78,7 +78,7 @@ class PrefillOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class DenseBackwardProblem(DenseProblem):
-    """Problem of the backward, whose results are among the rows that are `aligned`.
+    """Problem of the backward; `aligned` includes the rows of its results.
 
     `shared_rope` says that several KV heads share the keys' last columns.
     """
@@ -99,7 +99,7 @@ class DenseBackwardProblem(DenseProblem):
 
 
 class PrefillBackwardOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     causal: bool
     scale: float

@@ -25,14 +25,14 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 
 class SegmentsOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     max_segments: int
 
 
 @dataclass(frozen=True)
 class SegmentsProblem:
-    """Numbers of tokens; `keys_have_ids` where those of the keys are not those of the queries."""
+    """Numbers of tokens; `keys_have_ids` unless keys share the queries' ids."""
 
     s_q: int
     s_kv: int

@@ -44,7 +44,7 @@ READS_HALF = Reason("reads queries, keys and values in 16 bits")
 MMA_MOST_D_V = 128
 """Columns of values that a warp of the mma.sync kernel can add up for its 32 queries."""
 MMA_SPILL_BYTES = 96
-"""Spills of a build: of 255 registers, output, scores and queries take 192 or 208; a word is read once a tile."""
+"""Spills of a build: output, scores and queries take 192 or 208 of 255 registers; a spill is read once a tile."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class DenseKernel(KernelSpec[DenseProblem]):
     grid : callable
         `grid(problem, device)`.
     maps : callable
-        `maps(problem, call)`: its tensor maps and the arrays that they are of.
+        `maps(problem, call)`: its tensor maps and their arrays.
     variant : callable
-        `variant(problem, device)`: the build that it takes.
+        `variant(problem, device)`: the build for a problem.
     """
 
     grid: Callable[[DenseProblem, DeviceInfo], Dim3] = lambda problem, device: (1, 1, 1)
@@ -70,7 +70,7 @@ class DenseKernel(KernelSpec[DenseProblem]):
 
 
 def tile_keys(d_v: int) -> int:
-    """Keys of a tile: as many as fit into shared memory twice."""
+    """Keys of a tile: the most that fit into shared memory twice."""
     return 80 if d_v > 128 else 128
 
 
@@ -91,7 +91,7 @@ def hopper_variant(problem: DenseProblem, device: DeviceInfo) -> Variant:
 
 
 def needs_hopper(problem: DenseProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel for Hopper cannot take the problem; None if it can."""
+    """Reason why Hopper's kernel does not support the problem; None if it does."""
     if problem.coded:
         return READS_HALF
     if device.arch not in HOPPER:
@@ -100,7 +100,7 @@ def needs_hopper(problem: DenseProblem, device: DeviceInfo) -> Reason | None:
 
 
 def persistent_grid(problem: DenseProblem, device: DeviceInfo) -> Dim3:
-    """A block per SM, if there is work for as many."""
+    """A block per SM, unless there are fewer work items."""
     return min(device.sm_count, problem.most_tiles * problem.h_q), 1, 1
 
 
@@ -146,7 +146,7 @@ def mma_variant(problem: DenseProblem, device: DeviceInfo) -> Variant:
 
 
 def mma_unsupported(problem: DenseProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the mma.sync kernel cannot take the problem; None if it can."""
+    """Reason why the mma.sync kernel does not support the problem; None if it does."""
     if problem.coded:
         return READS_HALF
     if reason := needs_ampere(device):
@@ -164,7 +164,7 @@ _MMA_BUILDS = tuple(
 
 
 def plain_unsupported(problem: DenseProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the plain kernel cannot take the problem; None if it can."""
+    """Reason why the fallback does not support the problem; None if it does."""
     return READS_HALF if problem.coded else None
 
 

@@ -1,4 +1,4 @@
-"""Sums whose bits do not depend on the order of their terms: bounds of the terms, and the bins that they go to."""
+"""Sums with bits independent of the order of their terms: bounds of the terms, and their bins."""
 # Written by `python -m tools.generate`, but for the line above.
 
 from typing import Any

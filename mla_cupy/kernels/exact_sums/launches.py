@@ -38,7 +38,9 @@ BOUNDS: KernelSpec[object] = KernelSpec(
 
 
 def launch_bounds(call: Call, deltas: str = "delta") -> Launch:
-    """Write the largest bound of what a query adds to the workspace's `largest`; P times delta is within `deltas`."""
+    """Write the largest bound of a query's contributions to the workspace's `largest`; P times delta is within
+    `deltas`.
+    """
     s_q, h_q, d_qk = call.view("q").shape
     dtype, topk = call.view("q").dtype, call.view("indices").shape[1]
     params = BoundsParams(

@@ -24,7 +24,7 @@ MAX_BLOCKS = 1024
 MAX_WORLD = 128
 CHUNK_BYTES = 16
 SLICE_COLUMNS = (64, 128, 256, 512)
-"""Widths of a slice: the narrowest that gives no team more than one slice of a rank's heads is taken."""
+"""Widths of a slice. The narrowest that gives no team more than one slice of a rank's heads is used."""
 STATE = np.dtype([("epoch", "<u4"), ("tickets", "<u4"), ("failed", "<u4"), ("unused", "<u4")])
 REPORT = np.dtype([("failure", "<u8"), ("abort", "<u4"), ("unused", "<u4")])
 MAILBOX = np.dtype([("slabs", "<u8"), ("flags", "<u8")])
@@ -63,10 +63,10 @@ class Exchange:
     world, b, s_q, heads, d : int
         `heads` is the number of one rank.
     partial_dtype : str
-        Of the partial results, which travel.
+        Dtype of the partial results that are sent.
     lse_base : str
     max_blocks : int
-        What every rank's GPU has room for at once.
+        Blocks that every rank's GPU holds at once.
     """
 
     world: int
@@ -166,10 +166,11 @@ def launch(
     splits: Splits = UNSPLIT,
     split_strides: tuple[int, int] = (0, 0),
 ) -> Launch:
-    """One launch for `ranks` ranks from `rank` on; the views' first axis is that of those ranks.
+    """One launch for `ranks` ranks from `rank` on, the views' first axis.
 
-    `slab` is the room of a slab in bytes, `options` say what the resulting lse is like. Of `splits` the numbers count,
-    not the addresses; `split_strides` are those from rank to rank, of the schedule and of rows of partial results.
+    `slab` is the size of a slab in bytes; `options` set the convention of the resulting lse. Of `splits` the numbers
+    are used, not the addresses; `split_strides` step from rank to rank, for the schedule and for rows of partial
+    results.
     """
     outs, lses, out, lse = views
     assert 0 < exchange.slab_bytes <= slab

@@ -30,7 +30,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 
 class MergeOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     lse_base: str
     empty_lse: float
@@ -66,7 +66,7 @@ class MergePipeline(Pipeline[MergeProblem]):
             return []
         kinds = (config.outs_dtype, call.view("out").dtype)
         rows, lanes = b * s_q * h_q, row_lanes(d)
-        # Of more rows than a launch takes, too many blocks: the launch is refused.
+        # More rows than a launch supports give too many blocks, so the launch is refused.
         blocks = rows if rows > MAX_INT32 else -(-min(rows, MAX_INT32) // (THREADS // lanes))
         params = MergeStatesParams(
             outs="outs",
@@ -93,7 +93,7 @@ class MergePipeline(Pipeline[MergeProblem]):
 
 
 def row_lanes(d: int) -> int:
-    """Threads of a row: a power of two, enough for all its columns if a block has as many."""
+    """Threads of a row: a power of two, enough for all its columns unless they exceed a block."""
     lanes = 1
     while lanes < THREADS and lanes * LANE_COLUMNS < d:
         lanes *= 2

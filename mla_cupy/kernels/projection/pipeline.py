@@ -23,7 +23,7 @@ KERNELS = (STATES, results.RESULTS)
 
 
 class MergeProjectOptions(NamedTuple):
-    """The arguments of `merge_project` beside its arrays: the caller's, then what the checks make of them."""
+    """The arguments of `merge_project` other than arrays: as passed, then as resolved by the checks."""
 
     lse_base: str
     empty_lse: float
@@ -46,7 +46,7 @@ class ProjectProblem:
 
 @dataclass(frozen=True)
 class ProjectConfig:
-    """The build that a call takes."""
+    """The build for a call."""
 
     kernel: KernelSpec[object]
     variant: Variant

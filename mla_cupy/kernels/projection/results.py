@@ -1,4 +1,4 @@
-"""W_UV after decode, as a launch of its own: of results that are merged, in 16 bits."""
+"""W_UV after decode, in a separate launch: for merged results in 16 bits."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ RESULTS: KernelSpec[object] = KernelSpec(
 
 
 def build(dtype: str, h_q: int, d_head: int, tokens: int, device: DeviceInfo) -> Build:
-    """The kernel and the build for so many heads of this width, and tokens."""
+    """The kernel and the build for `h_q` heads of this width, and `tokens`."""
     if RESULTS.supports_arch(device.arch):
         return Build(RESULTS, Variant(dtype=dtype), device.sm_count)
     return STATES.build(dtype, h_q, d_head, tokens, device)
 
 
 def project(build: Build, call: Call, *, by_query: bool = False) -> Launch:
-    """Multiply what decode has left in `LATENTS`; for `by_query` see `projection.sizes`."""
+    """Multiply decode's results in `LATENTS`; for `by_query` see `projection.sizes`."""
     if build.kernel is RESULTS:
         return _by_tiles(build, call, by_query)
     _, s_q, h_q, _ = call.view("out").shape

@@ -20,7 +20,7 @@ BLOCK_HEADS = 32
 
 
 def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if reason := needs_ampere(device):
         return reason
     return None if problem.aligned else needs_alignment("q, kv, dout and dq")
@@ -32,7 +32,7 @@ def grid(problem: SparseBackwardProblem, device: DeviceInfo) -> Dim3:
 
 
 def variant(problem: SparseBackwardProblem, device: DeviceInfo) -> Variant:
-    """The build that a problem takes."""
+    """The build for a problem."""
     return plain_variant(problem, device).extended(smem_kb=smem_kb(device))
 
 

@@ -65,7 +65,7 @@ DLSE: KernelSpec[object] = KernelSpec(
 
 
 def launch_dlse(problem: SparseBackwardProblem, call: Call) -> Launch:
-    """Change `delta` to what a main kernel makes both gradients of; for a deterministic call, say how large it is."""
+    """Change `delta` so that a main kernel computes both gradients from it; for a deterministic call, also bound it."""
     params = DlseParams(
         dlse="dlse",
         lse="lse",

@@ -28,7 +28,7 @@ class Pieces:
 
     @property
     def items(self) -> int:
-        """Pieces of all these queries: as many blocks."""
+        """Pieces of all these queries, one block each."""
         return self.queries * self.pieces
 
 
@@ -48,7 +48,7 @@ def cut(kernel: BackwardKernel, problem: SparseBackwardProblem, device: DeviceIn
 
 DQ: KernelSpec[object] = KernelSpec(
     "sparse_backward_dq_pieces",
-    "adds up dq of the queries whose lists were cut into pieces",
+    "adds up dq of queries with split lists",
     "sparse_backward/dq_pieces.cu",
     DqPiecesParams,
     HOPPER,

@@ -33,8 +33,7 @@ CORE = variants(dtype=("bfloat16",), head_dim_qk=(D_QK,), deterministic=(0,))
 class SparseBackwardProblem:
     """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
-    `aligned` says that q, kv, dout and dq start at, and step by, multiples of 16 bytes; `aligned_out` that out, of 16
-    bits, does.
+    `aligned`: q, kv, dout and dq start at, and step by, multiples of 16 bytes; `aligned_out`: so does a 16-bit out.
     """
 
     s_q: int
@@ -51,7 +50,7 @@ class SparseBackwardProblem:
 
 
 class SparseBackwardOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     scale: float
     causal: bool
@@ -76,19 +75,18 @@ class BackwardKernel(KernelSpec[SparseBackwardProblem]):
     grid : callable
         `grid(problem, device)`.
     heads_per_addition : int
-        Heads whose contributions to a row of kv are summed before they are added to it.
+        Heads summed before each addition to a row of kv.
     dkv_order : DkvOrder
-        On GPUs with vector reductions, from compute capability 9.0 on; before, those kernels that run there have
-        `PLAIN`.
+        Order on GPUs with vector reductions, from compute capability 9.0 on; older GPUs use `PLAIN`.
     variant : callable
-        `variant(problem, device)`: the build that it takes.
+        `variant(problem, device)`: the build for a problem.
     makes_delta : bool
         Whether it can compute sum(out * dout) itself, of an `aligned_out`.
     pieces_variant : callable, optional
-        `pieces_variant(problem, device)`: the build that takes a piece of a list at a time; None if there is none. A
-        kernel with such builds takes `PiecesParams`.
+        `pieces_variant(problem, device)`: the build for a piece of a list at a time; None if there is none. A kernel
+        with such builds uses `PiecesParams`.
     maps : callable, optional
-        `maps(problem, call)`: its tensor maps and the arrays that they are of, if it fetches by TMA.
+        `maps(problem, call)`: its tensor maps and their arrays, if it fetches by TMA.
     """
 
     grid: Callable[[SparseBackwardProblem, DeviceInfo], Dim3] = lambda problem, device: (1, 1, 1)

@@ -25,7 +25,7 @@ BLOCK_HEADS = 64
 
 
 def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if device.arch not in BLACKWELL:
         return needs_cc(device, "10.0", "10.3")
     return None if problem.aligned else needs_alignment("q, kv, dout and dq")
@@ -37,7 +37,7 @@ def grid(problem: SparseBackwardProblem, device: DeviceInfo) -> Dim3:
 
 
 def maps(problem: SparseBackwardProblem, call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
-    """Tensor maps: kv, whose rows are gathered four at a time; q, dout and dq, in boxes of 64 columns x 64 heads."""
+    """Tensor maps: kv, gathered four rows at a time; q, dout and dq, in boxes of 64 columns x 64 heads."""
     # Without a row nothing is fetched, but a map needs an address.
     kv = "kv" if problem.s_kv > 0 else "dq"
     dtype, d_qk = problem.dtype, problem.d_qk

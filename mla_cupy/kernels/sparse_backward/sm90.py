@@ -19,11 +19,11 @@ from mla_cupy.shapes import D_QK
 
 BLOCK_HEADS = 64
 _FEW, _FEWEST = 32, 16
-"""Up to as many heads dkv takes fewer products: up to 32 in a build of its own, up to 16 in that of 64."""
+"""Up to this many heads dkv needs fewer products: 32 in a separate build, 16 in the build for 64."""
 
 
 def variant(problem: SparseBackwardProblem, device: DeviceInfo) -> Variant:
-    """The build that takes the fewest products, for up to `max_heads` heads."""
+    """The build with the fewest matmuls, for up to `max_heads` heads."""
     return plain_variant(problem, device).extended(max_heads=_FEW if _FEWEST < problem.h_q <= _FEW else BLOCK_HEADS)
 
 
@@ -32,7 +32,7 @@ def _with_heads(builds: tuple[Variant, ...]) -> tuple[Variant, ...]:
 
 
 def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     return None if problem.aligned else needs_alignment("q, kv, dout and dq")
@@ -45,7 +45,7 @@ def grid(problem: SparseBackwardProblem, device: DeviceInfo) -> Dim3:
 
 
 _PIECES = variants(dtype=HALF, head_dim_qk=(D_QK,), deterministic=(0,), max_heads=(BLOCK_HEADS,), pieces=(1,))
-"""Builds that take pieces of lists: of keys with RoPE columns, for up to 64 heads."""
+"""Builds for pieces of lists: keys with RoPE columns, up to 64 heads."""
 
 
 def pieces_variant(problem: SparseBackwardProblem, device: DeviceInfo) -> Variant | None:

@@ -21,7 +21,7 @@ CLUSTER = 2
 
 
 def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if reason := sm90.unsupported(problem, device):
         return reason
     if device.sm_count < CLUSTER:

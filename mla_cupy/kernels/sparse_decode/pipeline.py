@@ -1,7 +1,7 @@
 """Sparse decode: attention over the splits of the lists, then a merge of the queries that were split.
 
-To the schedule a query is a request whose tokens are the entries of its lists: see `attention/record_tokens.cuh`. With
-products in FP8 a launch before makes lists of the entries that are slots, and all that follows is the sparse forward's.
+To the schedule a query is a request with the entries of its lists as tokens: see `attention/record_tokens.cuh`. With
+FP8 matmuls an earlier launch makes lists of the valid slots, and the rest is the sparse forward's.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from mla_cupy.shapes import D_V
 class SparseDecodeConfig:
     """Everything about a call that does not depend on pointers or strides.
 
-    `combine_blocks` is 0 where no query can be split. Of lists with lengths in memory, `cuts` say the splits alone.
-    `projection` is the kernel that takes the combine's place where there is a W_UV, or with `apart` the one after it.
-    A batch-invariant call has `pieces`, one for each split.
+    `combine_blocks` is 0 if no query can be split. With list lengths in memory, only `cuts` has the splits.
+    `projection` is the kernel that replaces the combine if there is a W_UV, or with `apart` the one after it. A
+    batch-invariant call has `pieces`, one for each split.
     """
 
     problem: SparseDecodeProblem

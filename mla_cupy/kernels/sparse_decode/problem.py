@@ -13,10 +13,10 @@ from mla_cupy.shapes import TILE_TOKENS
 class SparseDecodeProblem:
     """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
-    `topk` is that of both lists together. `aligned` says that q starts at, and steps by, multiples of 16 bytes;
-    `ragged` that the lengths of lists are in memory; `compact` that the second cache has the compact record beside
-    `record`. `d_head` is the width that W_UV gives results, 0 without it. `math` is "exact" or "fp8". A batch-invariant
-    call cuts each list into pieces of `piece_tiles`; 0 for others.
+    `topk` counts both lists together. `aligned`: q starts at, and steps by, multiples of 16 bytes; `ragged`: the
+    lengths of lists are in memory; `compact`: the second cache has the compact format of `record`. `d_head` is the
+    width after W_UV, 0 without it. `math` is "exact" or "fp8". A batch-invariant call cuts each list into pieces of
+    `piece_tiles`; 0 for others.
     """
 
     queries: int
@@ -43,7 +43,7 @@ class SparseDecodeProblem:
 
 
 class SparseDecodeOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     scale: float
     math: str

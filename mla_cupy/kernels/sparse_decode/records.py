@@ -40,12 +40,12 @@ def with_compact(variant: Variant, problem: SparseDecodeProblem) -> Variant:
 
 
 def _not_by_small(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     return None if device.arch in HOPPER else needs_cc(device, "9.0")
 
 
 def _not_by_seesaw(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     reason = _not_by_small(problem, device)
     if reason is not None:
         return reason
@@ -57,7 +57,7 @@ def _not_by_seesaw(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason |
 def _seesaw_is_faster(problem: SparseDecodeProblem, device: DeviceInfo) -> bool:
     """Blocks of 32 heads have fewer partial results and their first tile earlier, but take longer per tile.
 
-    What a batch-invariant call takes depends on the heads alone.
+    The choice for a batch-invariant call depends on the heads alone.
     """
     if problem.piece_tiles:
         return True
@@ -112,7 +112,7 @@ BLACKWELL_BLOCK_ROWS = (16, 32, 64)
 
 
 def _not_on_blackwell(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if device.arch not in BLACKWELL:
         return needs_cc(device, "10.0", "10.3")
     return READS_V41 if problem.record in PLAIN_RECORDS else None
@@ -153,7 +153,7 @@ GENERIC = from_records(
 )
 
 
-#: The sparse forward's, over lists of the tokens that are there.
+#: The sparse forward's kernel, over lists of the valid slots.
 FP8 = cast("AttentionKernel[SparseDecodeProblem]", sm90_fp8.KERNEL)
 
 KERNELS = (SEESAW, SMALL, SM100, MMA, GENERIC, FP8)

@@ -28,7 +28,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 
 def launch(call: Call, problem: SparseDecodeProblem, num_splits: int, merge_cost: int) -> Launch:
-    """Write the schedule to the workspace; that of a problem in pieces is `schedule_pieces`'s."""
+    """Write the schedule to the workspace; `schedule_pieces` does it for a problem in pieces."""
     _, s_q, topk = call.view("indices").shape
     params = SparseDecodeScheduleParams(
         topk_length=call.name("topk_length"),
@@ -56,7 +56,7 @@ class Cuts(NamedTuple):
 
 
 def even_cuts(problem: SparseDecodeProblem, block_rows: int, most: int) -> Cuts:
-    """Cut into `most` splits at most: whole queries, equal pieces of each, or cuts anywhere; what takes the least time.
+    """Cut into at most `most` splits: whole queries, equal pieces of each, or cuts anywhere, whichever is fastest.
 
     The costs are those of `attention/split_schedule.cuh`, in tiles; but memory serves all blocks: a tile of records is
     small, and takes long.

@@ -21,7 +21,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 
 def launch(call: Call, of_query: int) -> Launch:
-    """Turn `out`, whose axis `of_query` steps from query to query."""
+    """Turn `out`, with the queries on axis `of_query`."""
     out, cos, positions = call.view("out"), call.view("out_cos"), call.view("out_positions")
     b, s_q, h_q = out.shape[:3]
     position_bytes = TABLE[positions.dtype].nbytes

@@ -38,9 +38,9 @@ GENERIC = cast("AttentionKernel[SparseForwardProblem]", generic.KERNEL)
 class SparseForwardConfig:
     """Everything about a forward that does not depend on pointers or strides.
 
-    `combine_blocks` is 0 where nothing is split; `ordered` says that the lists of rows are sorted. `converted` is the
-    record of kv, where it is converted to the rows that `problem` speaks of; else "". A batch-invariant call has
-    `pieces`, one for each split.
+    `combine_blocks` is 0 if nothing is split; `ordered`: the lists of rows are sorted. `converted` is the format of kv,
+    if it is converted to the rows that `problem` describes; else "". A batch-invariant call has `pieces`, one for each
+    split.
     """
 
     problem: SparseForwardProblem
@@ -191,7 +191,7 @@ def _merge(config: SparseForwardConfig, args: LaunchArgs, merged: LaunchArgs) ->
 
 
 def _with_scales(config: SparseForwardConfig, args: LaunchArgs) -> LaunchArgs:
-    """The arguments as the attention kernel takes them: that with products in FP8 could have scales on the device."""
+    """The attention kernel's arguments; FP8 matmuls use a struct with room for scales on the device."""
     if config.kernel.params is not DecodeFp8Params:
         return args
     assert isinstance(args.params, DecodeParams)
@@ -201,7 +201,7 @@ def _with_scales(config: SparseForwardConfig, args: LaunchArgs) -> LaunchArgs:
 
 
 def _rows(config: SparseForwardConfig, kv: View) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-    """The strides of pages, tokens and heads of what is attended to, and how many pages of how many tokens it has."""
+    """The strides of pages, tokens and heads of the attended array, its number of pages, and the page size."""
     problem = config.problem
     if config.converted:
         return (problem.d_qk, 0, 0), (problem.s_kv, 1)

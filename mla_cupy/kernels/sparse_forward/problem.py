@@ -20,9 +20,9 @@ HEAD_DIMS_QK = (D_QK, D_V)
 class SparseForwardProblem:
     """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
-    `aligned` says that q and kv start at, and step by, multiples of 16 bytes. `record` is the FP8 record of kv, "" for
-    rows of `dtype`. `math` is "exact" or "fp8". A batch-invariant call cuts each list into pieces of `piece_tiles`; 0
-    for others.
+    `aligned`: q and kv start at, and step by, multiples of 16 bytes. `record` is the FP8 format of kv, "" for rows of
+    `dtype`. `math` is "exact" or "fp8". A batch-invariant call cuts each list into pieces of `piece_tiles`; 0 for
+    others.
     """
 
     s_q: int
@@ -48,7 +48,7 @@ class SparseForwardProblem:
 
 
 class SparseForwardOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     scale: float
     causal: bool
@@ -65,7 +65,7 @@ class SparseForwardOptions(NamedTuple):
 
 
 NamedMaps = tuple[tuple[str, TensorMapSpec], ...]
-"""Tensor maps and the arrays that they are of."""
+"""Tensor maps and their arrays."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ BLOCK_ROWS = (16, 32)
 
 
 def unsupported(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if not problem.record:
         return READS_RECORDS
     return None if device.arch in HOPPER else needs_cc(device, "9.0")

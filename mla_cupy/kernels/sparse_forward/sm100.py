@@ -18,7 +18,7 @@ JOINT_BLOCKS = 2
 
 
 def unsupported(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if device.arch not in BLACKWELL:
         return needs_cc(device, "10.0", "10.3")
     if problem.record:
@@ -37,7 +37,7 @@ def variant(problem: SparseForwardProblem, device: DeviceInfo) -> Variant:
 
 
 def maps(problem: SparseForwardProblem, kv: str, call: Call) -> NamedMaps:
-    """Tensor maps: kv, whose rows are gathered four at a time; q, in boxes of 64 columns x the heads of a block."""
+    """Tensor maps: kv, gathered four rows at a time; q, in boxes of 64 columns x the heads of a block."""
     sizes = (problem.s_q, problem.h_q, problem.d_qk)
     return (
         # Without a row nothing is fetched, but a map needs an address.
@@ -63,7 +63,7 @@ KERNEL = MappedKernel(
 
 
 def _not_jointly(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if reason := unsupported(problem, device):
         return reason
     least, most = BLOCK_HEADS[-1] + 1, JOINT_BLOCKS * BLOCK_HEADS[-1]

@@ -16,7 +16,7 @@ BLOCK_HEADS = (16, 32)
 
 
 def unsupported(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     if problem.record:
@@ -40,14 +40,14 @@ SEESAW: AttentionKernel[SparseForwardProblem] = AttentionKernel(
 
 
 def _not_by_small(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if reason := unsupported(problem, device):
         return reason
     return Reason(f"takes at most {BLOCK_HEADS[-1]} heads") if problem.h_q > BLOCK_HEADS[-1] else None
 
 
 def _small_variant(problem: SparseForwardProblem, device: DeviceInfo) -> Variant:
-    """The build that a problem takes."""
+    """The build for a problem."""
     heads = next(heads for heads in BLOCK_HEADS if problem.h_q <= heads)
     return Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk, block_heads=heads)
 

@@ -14,7 +14,7 @@ BLOCK_M = 64
 
 
 def unsupported(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if problem.record != "fp8":
         return Reason('reads the record "fp8"')
     return None if device.arch in HOPPER else needs_cc(device, "9.0")

@@ -49,23 +49,23 @@ def indexer_head_sums(
     head_sums[t, s] = sum_h exp(scale * q[t, h] . k[s] - lse[t, h])
 
     With tensor parallelism a rank has a share of the heads, but the target of `indexer_warmup_loss` and
-    `indexer_sparse_loss` is normalised over all of them: each rank calls this for its heads, the results are added up
-    over the ranks (an all-reduce), and the loss takes the sum as its `head_sums`.
+    `indexer_sparse_loss` is normalised over all of them. Each rank calls this function for its heads, an all-reduce
+    adds the results up over the ranks, and the loss accepts the sum as its `head_sums`.
 
     Parameters
     ----------
     q : array, (s_q, h, d), bfloat16
         Queries of the rank's heads; d is at most 576. The last axes of queries and keys are contiguous.
     k : array, (s_kv, d), or per KV head (s_kv, h_kv, d), bfloat16
-        Keys, as for `indexer_warmup_loss`: of all heads, or of the rank's KV heads.
+        Keys, as for `indexer_warmup_loss`: shared by all heads, or of the rank's KV heads.
     scale : float
         Factor of the main attention's scores, as for the losses.
     q_rope, k_rope : array, optional
         The last 64 columns of queries and keys, as for `indexer_warmup_loss`.
     indices : array, (s_q, topk) or (s_q, 1, topk), int32, optional
-        For the sparse stage: as for `indexer_sparse_loss`, and the same on all ranks. Default: all keys.
+        For the sparse stage: as for `indexer_sparse_loss`, and equal on all ranks. Default: all keys.
     lse : array, (s_q, h), float32, optional
-        As for the losses, of these heads. Default: computed, over the keys that are seen.
+        As for the losses, for these heads. Default: computed over the visible keys.
     topk_length : array, (s_q,), int32, optional
         With indices: as for `indexer_sparse_loss`.
     packed : Packed, optional
@@ -75,9 +75,9 @@ def indexer_head_sums(
     relative : bool
         With indices: as for `indexer_sparse_loss`.
     buffer_bytes : int
-        The tokens are processed in chunks whose sums fit; a chunk has at least one token.
+        Size of the buffer of sums. Tokens are processed in chunks that fit; a chunk has at least one token.
     head_sums : array, (s_q, s_kv) or (s_q, topk), float32, optional
-        Where the result goes; the last axis is contiguous.
+        Memory for the result; the last axis is contiguous.
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_head_sums, ...)` bytes.
     kernel : str, optional
@@ -89,7 +89,7 @@ def indexer_head_sums(
     -------
     array, (s_q, s_kv), float32
         0 for keys that a query does not see. With indices (s_q, topk): the n-th number of a row belongs to the n-th of
-        its indices that count; 0 after the last.
+        its valid indices; 0 after the last.
 
     Raises
     ------
@@ -100,15 +100,15 @@ def indexer_head_sums(
 
     Notes
     -----
-    Over all keys the result has 4 * s_q * s_kv bytes. For long sequences take some queries at a time, [a, b) with the
-    keys [0, b), for both this and the loss: as the last of their sequence they see the same keys, and the pieces'
-    gradients with respect to the index keys add up.
+    Over all keys the result has 4 * s_q * s_kv bytes. For long sequences process some queries at a time, [a, b) with
+    the keys [0, b), in both this function and the loss: as the last of their sequence they see the same keys, and the
+    pieces' gradients with respect to the index keys add up.
 
     Results are the same in every run. NumPy arrays are computed on the GPU if there is one, else by the NumPy oracle.
-    On Hopper, with arrays that start at and step by multiples of 16 bytes, it runs on tensor cores; with indices for up
-    to 128 heads of d in multiples of 8 that share whole keys. Without `lse` it computes the scores twice.
+    On Hopper the function runs on tensor cores if arrays start at and step by multiples of 16 bytes; with indices also
+    only for up to 128 heads that share whole keys, and d in multiples of 8. Without `lse` it computes the scores twice.
 
-    Workspace: at most `buffer_bytes` (or what one token needs: 4 bytes per key), 8 * s_q bytes, 4 * s_q * topk with
+    Workspace: at most `buffer_bytes` (or one token's share: 4 bytes per key), 8 * s_q bytes, 4 * s_q * topk with
     indices, and 4 * s_q * h without `lse`.
 
     Examples

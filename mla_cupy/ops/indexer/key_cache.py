@@ -52,21 +52,22 @@ def indexer_cache_append(
     Parameters
     ----------
     k : array, (n, d), bfloat16
-        Keys, d 32, 64 or 128: after their LayerNorm, unless this is given. The last axis is contiguous.
+        Keys of d = 32, 64 or 128 elements, after their LayerNorm unless `norm_weight` is passed. The last axis is
+        contiguous.
     cache : array, (num_pages, page_size, d + 4), uint8
-        As for `indexer_logits_paged`: of keys of 128 elements also 68 bytes, in e2m1. It is changed in place.
+        As for `indexer_logits_paged`; keys of 128 elements may also use 68 bytes, in e2m1. It is changed in place.
     slots : array, (n,), int32 or int64
-        Key i goes to page slots[i] // page_size, place slots[i] % page_size. A slot outside of the cache, -1 being
-        the usual mark, is skipped. If several keys have the same slot, which of them wins is undefined.
+        Key i goes to page slots[i] // page_size, place slots[i] % page_size. Slots outside the cache, usually -1, are
+        skipped. If several keys have the same slot, any one of them is written.
     cos, sin : array, (max_position, rope_pairs), float32, optional
-        As for `indexer_prepare_k`. Default: no RoPE, as for keys that have been rotated.
+        As for `indexer_prepare_k`. Default: no RoPE, for keys that are already rotated.
     positions : array, (n,), int32, optional
-        Rows of cos and sin; clamped to them. Given with these, or not at all.
+        Rows of cos and sin; clamped to the tables. Required with cos and sin, and not allowed without them.
     norm_weight, norm_bias : array, (d,), float32, optional
         As for `indexer_prepare_k`.
     interleaved, hadamard, scales, reference_rounding, eps
-        As for `indexer_prepare_k`. Scales of e2m1 are "power_of_2": 2**ceil(log2(max(amax, 1e-4) / 6)) of each 32
-        elements; codes are rounded to nearest even and saturate. A group with a NaN gets a scale of NaN.
+        As for `indexer_prepare_k`. e2m1 supports only "power_of_2" scales: 2**ceil(log2(max(amax, 1e-4) / 6)) per 32
+        elements; codes are rounded to nearest even and saturate. A group with a NaN gets a NaN scale.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -77,9 +78,9 @@ def indexer_cache_append(
 
     Notes
     -----
-    One launch, which a CUDA graph can hold: a replay follows the slots. The bytes are those of the oracle. NumPy
-    arrays are changed by a GPU if there is one, which copies the cache there and back, else by the oracle. Not for JAX,
-    whose arrays cannot be written: `mla_cupy.jax.indexer_cache_append` returns the changed cache.
+    One launch, which a CUDA graph can capture: a replay follows the slots. The bytes equal the oracle's. NumPy caches
+    are changed on a GPU if there is one, which copies the cache there and back, else by the oracle. Not for JAX, whose
+    arrays cannot be written: `mla_cupy.jax.indexer_cache_append` returns the changed cache.
 
     Examples
     --------
@@ -103,22 +104,22 @@ def indexer_cache_gather(
     k_scale: Any = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """Read index keys of a paged cache: what `indexer_logits` takes.
+    """Read index keys of a paged cache as codes and scales for `indexer_logits`.
 
     Parameters
     ----------
     cache : array
         As for `indexer_cache_append`.
     slots : array, (n,), int32 or int64
-        A slot outside of the cache, such as -1, gives zeros.
+        Slots outside the cache, such as -1, give zeros.
     d : int, optional
-        Elements of a key: 32, 64 or 128. With 128 records of 68 bytes are keys in e2m1: each becomes codes of e4m3 with
-        one scale, which is exact where its scales are at most 2**14 apart; elements with a smaller one become zeros.
-        Default: as many as a record has codes of e4m3, 64 of 68 bytes.
+        Elements of a key: 32, 64 or 128. With 128 elements in 68 bytes, keys are e2m1: each becomes e4m3 codes with one
+        scale, which is exact where its scales are at most 2**14 apart; elements with a smaller scale become zeros.
+        Default: the number of e4m3 codes that fit, so 64 for 68 bytes.
     codes : array, (n, d), uint8 or float8_e4m3fn, optional
-        Where the codes go; it starts at, and steps by, multiples of 16 bytes.
+        Memory for the codes; it starts at, and steps by, multiples of 16 bytes.
     k_scale : array, (n,), float32, optional
-        Where the scales go.
+        Memory for the scales.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -135,8 +136,8 @@ def indexer_cache_gather(
 
     Notes
     -----
-    Exact. The NumPy backend returns 0x7f for a code that is a NaN of either sign, and may return a signalling NaN of a
-    scale as a quiet one.
+    Exact. The NumPy backend returns 0x7f for a NaN code of either sign, and may return a signalling NaN scale as a
+    quiet one.
 
     Examples
     --------
@@ -152,7 +153,7 @@ def indexer_cache_gather(
 
 
 def holds_e2m1(cache: View, d: int) -> bool:
-    """True of a cache whose records are as large as those of keys of d elements in e2m1."""
+    """True for a cache with the token size of e2m1 keys of d elements."""
     return d == E2M1_WIDTH and cache.shape[2] == d // 2 + SCALE_BYTES
 
 
@@ -199,7 +200,9 @@ def check_e2m1_scales(cache: View, d: int, scales: str) -> None:
     """
     if holds_e2m1(cache, d) and scales != "power_of_2":
         raise ArgumentError(
-            explain("scales", repr(scales), '"power_of_2" for keys in e2m1', "their scales are exponents")
+            explain(
+                "scales", repr(scales), '"power_of_2" for keys in e2m1', "use power_of_2: their scales are exponents"
+            )
         )
 
 

@@ -1,4 +1,4 @@
-"""Scores of the lightning indexer, for queries and keys that lie side by side."""
+"""Scores of the lightning indexer, for contiguous queries and keys."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ def indexer_logits(
         Indexer queries of 1 to 128 heads, d 32, 64 or 128. uint8 holds e4m3 codes, for libraries without that dtype.
         The last axis is contiguous; other strides are free (multiples of 16 bytes are fastest).
     k : array, (s_kv, d), dtype of q
-        Index keys. Strides as for q. Keys in e2m1 lie in pages: see `indexer_cache_append` and `indexer_logits_paged`.
+        Index keys. Strides as for q. For keys in e2m1 see `indexer_cache_append` and `indexer_logits_paged`.
     weights : array, (s_q, h), float32
-        Weights of the heads, of any sign. The scales of q's codes and any other factors belong in here.
+        Weights of the heads, of any sign. Multiply them by the scales of q's codes and by any other factors.
     ks, ke : array, (s_q,), int32, optional
-        Query t sees the keys from ks[t] up to ke[t], both clamped to [0, s_kv]. Default: from the first, to the last.
+        Query t sees the keys from ks[t] up to ke[t], both clamped to [0, s_kv]. Default: all keys.
     k_scale : array, (s_kv,), float32, optional
         Scales of the keys' codes. Default: 1.
     accumulate : str
-        The type in which products of codes are added up: "float32" or, faster, "float16", for queries of
-        `indexer_prepare_q(..., accumulate="float16")`. For other queries the caller must know that no product, nor a
-        part of one, exceeds 65,504: with ``448 * sum_d abs(q[t, h, d]) <= 65504`` none does, whatever the keys.
+        Accumulator of the products of codes: "float32" or, faster, "float16", for queries of `indexer_prepare_q(...,
+        accumulate="float16")`. For other queries the caller must know that no product, nor a part of one, exceeds
+        65,504: with ``448 * sum_d abs(q[t, h, d]) <= 65504`` none does, whatever the keys.
     clean : bool
-        Write -inf where a query does not see a key. Otherwise these logits keep what the memory held.
+        Write -inf where a query does not see a key. Otherwise the memory of these logits is left unchanged.
     logits : array, (s_q, s_kv), float32 or bfloat16, optional
-        Where the result goes; the last axis is contiguous (rows that start at multiples of 4 elements are fastest).
+        Memory for the result; the last axis is contiguous (rows that start at multiples of 4 elements are fastest).
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_logits, ...)` bytes.
     out_dtype : str or dtype, optional
@@ -81,21 +81,21 @@ def indexer_logits(
 
     Notes
     -----
-    A product that is NaN counts as 0, as max(NaN, 0) does in hardware; NaN in `weights` or `k_scale` reaches the
-    logits. Keys that a query does not see never reach its logits, whatever they hold. NumPy arrays are computed on the
-    GPU if there is one, else by the NumPy oracle (which writes -inf with `clean=False`, too). Deterministic; with the
-    kernels for Hopper a logit's bits do not depend on where its query and key lie, and those of
-    `indexer_logits_paged` are the same, with "float32".
+    A NaN product counts as 0, as max(NaN, 0) does in hardware; NaN in `weights` or `k_scale` reaches the logits. Keys
+    that a query does not see never reach its logits, whatever they hold. NumPy arrays are computed on the GPU if there
+    is one, else by the NumPy oracle (which writes -inf with `clean=False`, too). Deterministic. With the kernels for
+    Hopper and "float32", a logit's bits do not depend on the place of its query and key, and equal the bits of
+    `indexer_logits_paged`.
 
     Tensor cores sum e4m3 products with 13 bits below the largest term, so each term may lose up to 2^-13 of the largest
-    term: some 0.1 % of a logit. The plain kernel adds in float32, and so do all kernels for bfloat16.
+    term: some 0.1 % of a logit. The CUDA-core fallback adds in float32, and so do all kernels for bfloat16.
 
-    With "float16" many queries of many keys take 0.8 of the time on Hopper; with few it may lose.
-    It is a permission that only the kernel for Hopper uses: it computes products, and sums over a quarter of the heads,
-    in float16, with weights scaled so that no sum overflows where no product does. Logits are off by about 1e-3 of a
-    row's largest, less than by the quantisation to e4m3. Nothing checks the codes: a product of which a part exceeds
-    65,504 becomes infinite; +inf makes the logit infinite (or NaN, together with another one), -inf counts as 0 as
-    usual. Other kernels add up in float32.
+    "float16" is a permission that only the kernel for Hopper uses. Calls with many queries and keys take 0.8 of the
+    time; calls with few may be slower. The kernel computes products, and sums over a quarter of the heads, in float16,
+    with weights scaled so that no sum overflows unless a product does. Logits are off by about 1e-3 of a row's largest,
+    less than the error of the quantisation to e4m3. Nothing checks the codes: a product with a part above 65,504
+    becomes infinite; +inf makes the logit infinite (or NaN, together with another one), -inf counts as 0 as usual.
+    Other kernels add in float32.
 
     Source: DeepSeek-V3.2-Exp's report and DeepGEMM's fp8_mqa_logits.
 
@@ -142,7 +142,7 @@ def _examine(views: Views, given: LogitsOptions) -> Examined:
     aligned = steps_by_16_bytes(q) and steps_by_16_bytes(k)
     dtype, accumulate = kernel_dtype(q.dtype), check_accumulate(given.accumulate)
     if accumulate == "float16" and dtype not in CODES:
-        remedy = "products of bfloat16 need float32"
+        remedy = "pass accumulate='float32' for bfloat16"
         raise ArgumentError(explain("accumulate", repr(accumulate), f'"float32" for q of {q.dtype}', remedy))
     problem = LogitsProblem(s_q, s_kv, heads, d, dtype, aligned=aligned, accumulate=accumulate)
     return Examined(problem, given._replace(accumulate=accumulate, clean=check_flag("clean", given.clean)))

@@ -1,4 +1,4 @@
-"""Scores of the lightning indexer for the next tokens of sequences, whose index keys lie in pages."""
+"""Scores of the lightning indexer for the next tokens of sequences with paged index keys."""
 
 from __future__ import annotations
 
@@ -42,26 +42,25 @@ def indexer_logits_paged(
     Parameters
     ----------
     q : array, (b, s_q, h, d), float8_e4m3fn or uint8
-        e4m3 codes of 1 to 128 heads, d 32, 64 or 128, of up to 8 next tokens (more: the slow kernel). Strides as for
-        `indexer_logits`.
+        e4m3 codes of 1 to 128 heads, d 32, 64 or 128, of up to 8 next tokens (more tokens use a slow kernel). Strides
+        as for `indexer_logits`.
     cache : array, (num_pages, page_size, d + 4), uint8
-        Pages of records: in each page, the codes of all its keys, then their float32 scales. A page is contiguous;
-        pages lie multiples of 16 bytes apart. An axis of size 1 may stand on either side of the keys, as for
-        `mla_decode`. Pages of 64 keys of d = 128 are fast. Keys of 128 elements may have 68 bytes: 64 of e2m1, the
-        first of two elements in the lower half of a byte, then, after the codes of all keys, the exponents of four
-        scales, of 32 elements each (ue8m0).
+        Pages of keys: each page has the codes of all its keys, then their float32 scales. A page is contiguous; pages
+        are multiples of 16 bytes apart. An axis of size 1 may stand on either side of the keys, as for `mla_decode`.
+        Pages of 64 keys of d = 128 are fast. Keys of 128 elements may use 68 bytes: 64 bytes of e2m1, the first of two
+        elements in the lower half of a byte, then, after the codes of all keys, four exponents of scales (ue8m0), one
+        per 32 elements.
     weights : array, (b, s_q, h), float32
         As for `indexer_logits`.
     seqlens : array, (b,) or (b, s_q), int32
         Number of keys that each token sees. With one number n per sequence, token i sees n - s_q + 1 + i keys. Each
-        token's number is clamped to [0, max_pages * page_size], after that subtraction.
+        token's number is then clamped to [0, max_pages * page_size].
     block_table : array, (b, max_pages), int32
-        The pages of each sequence. Entries that no token needs are not read; a page that does not exist has logits
-        of 0.
+        The pages of each sequence. Entries that no token needs are not read; logits of pages outside the cache are 0.
     clean : bool
-        Write -inf for keys that a token does not see. Otherwise these logits keep what the memory held.
+        Write -inf for keys that a token does not see. Otherwise the memory of these logits is left unchanged.
     logits : array, (b, s_q, max_pages * page_size), float32 or bfloat16, optional
-        Where the result goes; the last axis is contiguous.
+        Memory for the result; the last axis is contiguous.
     workspace, out_dtype, kernel, stream : optional
         As for `indexer_logits`.
 
@@ -79,13 +78,13 @@ def indexer_logits_paged(
 
     Notes
     -----
-    NaN, determinism, what sums of e4m3 lose, and the NumPy backend: as for `indexer_logits`. Source: DeepGEMM's
-    fp8_paged_mqa_logits; the record is that of DeepSeek-V3.2-Exp and vLLM, that of 68 bytes DeepGEMM's for its logits
-    in FP4, of DeepSeek-V4.
+    NaN, determinism, the precision of e4m3 sums, and the NumPy backend: as for `indexer_logits`. Source: DeepGEMM's
+    fp8_paged_mqa_logits. DeepSeek-V3.2-Exp and vLLM use the same page format; the format with 68 bytes is DeepGEMM's
+    for its FP4 logits, for DeepSeek-V4.
 
     Keys in e2m1 become e4m3 with one scale, which is exact where the scales of a key are at most 2**14 apart; elements
-    with a smaller one are zeros (the plain kernel has no such limit). They have the kernel with mma.sync, on Hopper,
-    too, and the plain one.
+    with a smaller scale become zeros (the CUDA-core fallback has no such limit). They run on the mma.sync kernel, also
+    on Hopper, or on the fallback.
 
     Examples
     --------

@@ -15,7 +15,7 @@ from mla_cupy.shapes import D_ROPE
 __all__ = ["SparseLoss", "WarmupLoss"]
 
 BUFFER_BYTES = 512 << 20
-"""Default limit of what a chunk of tokens holds of all keys."""
+"""Default size of a chunk's buffer, in bytes."""
 _MAX_BUFFER_BYTES = 1 << 40
 
 QUERIES = Input("q", "s_q h d", ("bfloat16",), contiguous=True)
@@ -26,7 +26,7 @@ LAST_COLUMNS = (
     Input("q_rope", "s_q h d_rope", ("=q",), optional=True, contiguous=True),
     Input("k_rope", "s_kv h_rope? d_rope", ("=q",), optional=True, contiguous=True),
 )
-"""Last columns of queries and keys, where these are arrays of their own."""
+"""Last columns of queries and keys, as optional separate arrays."""
 INDEX_INPUTS = (
     Input("index_q", "s_q h_i d_i", ("=q", *CODES), contiguous=True),
     Input("index_k", "s_kv d_i", ("=index_q",), contiguous=True),
@@ -36,7 +36,7 @@ SCALES = (
     Input("k_scale", "s_kv", ("float32",), optional=True),
     Input("q_scale", "s_q h_i", ("float32",), optional=True),
 )
-"""Scales of index keys and queries, such as those of e4m3 codes."""
+"""Scales of index keys and queries, such as scales of e4m3 codes."""
 GRADIENTS = (
     Output("d_index_q", "s_q h_i d_i", like_first_or_float32, layout="rows", when="gradients"),
     Output("d_index_k", "s_kv d_i", like_first_or_float32, layout="rows", when="gradients"),
@@ -45,7 +45,7 @@ GRADIENTS = (
 
 
 class SparseLoss(NamedTuple):
-    """Results of `indexer_sparse_loss`; the gradients are None without `gradients`."""
+    """Results of `indexer_sparse_loss`; gradients are None with `gradients=False`."""
 
     kl: Any
     mass: Any
@@ -56,7 +56,7 @@ class SparseLoss(NamedTuple):
 
 
 class WarmupLoss(NamedTuple):
-    """Results of `indexer_warmup_loss`; the gradients are None without `gradients`, the last two without `v`."""
+    """Results of `indexer_warmup_loss`; gradients are None with `gradients=False`, the last two results without `v`."""
 
     kl: Any
     mass: Any
@@ -69,7 +69,7 @@ class WarmupLoss(NamedTuple):
 
 
 def check_buffer_bytes(value: Any) -> int:
-    """Check the limit of what a chunk of tokens holds."""
+    """Check the size of a chunk's buffer."""
     return check_count("buffer_bytes", value, 1, _MAX_BUFFER_BYTES)
 
 
@@ -107,7 +107,7 @@ def check_main(views: Views) -> dict[str, Any]:
     Returns
     -------
     dict
-        What a `LossProblem` says about them.
+        Members of a `LossProblem`.
 
     Raises
     ------
@@ -118,10 +118,10 @@ def check_main(views: Views) -> dict[str, Any]:
     check_kv_heads(views, present(views, "q").shape[1], k.shape[1])
     pairs = any(views[array.name] is not None for array in LAST_COLUMNS)
     if pairs and width <= D_ROPE:
-        raise ShapeError(explain("the width of q", width, f"more than {D_ROPE}, with last columns of their own"))
+        raise ShapeError(explain("the width of q", width, f"more than {D_ROPE}, if q_rope or k_rope is separate"))
     return {"head_dim": width, "kv_heads": k.shape[1], "pairs": pairs}
 
 
 def are_aligned(views: Views, *names: str) -> bool:
-    """True if all given arrays among these start at, and step by, multiples of 16 bytes."""
+    """True if all of these arrays, except absent ones, start at, and step by, multiples of 16 bytes."""
     return all(steps_by_16_bytes(view) for name in names if (view := views[name]) is not None)

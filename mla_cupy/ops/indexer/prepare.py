@@ -45,8 +45,8 @@ def indexer_prepare_q(
 ) -> tuple[Any, Any]:
     """Rotate and quantise index queries, and fold their scales into the weights of the heads.
 
-    codes = e4m3(z / s) with z = H rope(q) * d**-0.5, and folded = weights * h**-0.5 * s * d**-0.5: what
-    `indexer_logits` takes.
+    codes = e4m3(z / s) with z = H rope(q) * d**-0.5, and folded = weights * h**-0.5 * s * d**-0.5: the arguments of
+    `indexer_logits`.
 
     Parameters
     ----------
@@ -57,25 +57,25 @@ def indexer_prepare_q(
         RoPE turns the first 2 * rope_pairs elements; rope_pairs is a multiple of d / 8. A pair (x, y) becomes
         (x * cos - y * sin, x * sin + y * cos). The last axis is contiguous.
     positions : array, (s_q,), int32
-        Rows of cos and sin; clamped to them.
+        Rows of cos and sin; clamped to the tables.
     interleaved : bool
         Pairs that RoPE turns: elements (2i, 2i + 1), or, if False, (i, i + rope_pairs), as in DeepSeek-V3.2.
     hadamard : bool
         Apply the Hadamard transform, which spreads outliers and does not change exact scores.
     scales : str
-        "plain": s = amax * r, where r is 1 / 448 rounded to float32 and so is the product, which may differ from
-        amax / 448 in the last bit; "power_of_2": 2**ceil(log2(amax * r)). amax is at least 1e-4.
+        "plain": s = amax * r, where r is 1 / 448, and both r and the product are rounded to float32, so s may differ
+        from amax / 448 in the last bit. "power_of_2": 2**ceil(log2(amax * r)). amax is at least 1e-4.
     reference_rounding : bool
         Round to bfloat16 after RoPE and after the transform, as the models' own code does.
     accumulate : str
-        The type in which `indexer_logits` will add up products. With "float16" codes are at most 128 / d, which takes
-        the place of 448 in s. Then no product with codes of keys exceeds 57,344, and float16 reaches 65,504.
+        Accumulator that `indexer_logits` will use. With "float16" codes are at most 128 / d, which replaces 448 in s.
+        No product with key codes then exceeds 57,344; float16 reaches 65,504.
     codes : array, (s_q, h, d), uint8 or float8_e4m3fn, optional
-        Where the codes go; it starts at, and steps by, multiples of 16 bytes.
+        Memory for the codes; it starts at, and steps by, multiples of 16 bytes.
     folded : array, (s_q, h), float32, optional
-        Where the weights go.
+        Memory for the weights.
     workspace : array, (n,), uint8, optional
-        As for the other operations; none is needed.
+        Unused: `workspace_bytes(indexer_prepare_q, ...)` is 0.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -92,12 +92,12 @@ def indexer_prepare_q(
 
     Notes
     -----
-    Equal to the oracle byte by byte. NaN becomes the code 0x7f and does not count for the scale. An infinity counts as
-    the largest float32 in amax, and saturates: its code is the largest, and finite elements beside it become 0.
+    Equal to the oracle byte by byte. NaN becomes the code 0x7f and is ignored in the scale. An infinity counts as the
+    largest float32 in amax, and saturates: its code is the largest, and finite elements next to it become 0.
 
-    Codes of at most 1 keep their three bits of mantissa from 1/64 on, and smaller ones are multiples of 1/512: what is
-    less than 1/64 of a vector's largest element loses bits, by an error of 1/1024 of that element at most. The keys'
-    codes are the same for both, and queries prepared for "float16" may be used with "float32", too.
+    Codes of at most 1 keep their three mantissa bits from 1/64 on; smaller codes are multiples of 1/512. Elements below
+    1/64 of a vector's largest element therefore lose bits, with an error of at most 1/1024 of that largest element. Key
+    codes are the same for both accumulators, and queries prepared for "float16" may be used with "float32", too.
 
     Examples
     --------
@@ -134,15 +134,15 @@ def indexer_prepare_k(
     Parameters
     ----------
     k : array, (s_kv, d), bfloat16
-        Before RoPE; after its LayerNorm, unless this is given. The last axis is contiguous.
+        Keys before RoPE, and after their LayerNorm unless `norm_weight` is passed. The last axis is contiguous.
     cos, sin, positions, interleaved, hadamard, scales, reference_rounding, workspace, stream
-        As for `indexer_prepare_q`. The result of a LayerNorm is rounded to bfloat16, too.
+        As for `indexer_prepare_q`; the result of a LayerNorm is also rounded to bfloat16.
     norm_weight, norm_bias : array, (d,), float32, optional
-        Normalise k first: (k - mean) / sqrt(variance + eps) * norm_weight + norm_bias. Both, or none of them.
+        Normalise k first: (k - mean) / sqrt(variance + eps) * norm_weight + norm_bias. Pass both or neither.
     eps : float
-        Of the LayerNorm: finite, at least 0.
+        Epsilon of the LayerNorm: finite, at least 0.
     codes : array, (s_kv, d), uint8 or float8_e4m3fn, optional
-        Where the codes go; it starts at, and steps by, multiples of 16 bytes.
+        Memory for the codes; it starts at, and steps by, multiples of 16 bytes.
     k_scale : array, (s_kv,), float32, optional
         Where the scales go.
 
@@ -159,7 +159,7 @@ def indexer_prepare_k(
 
     Notes
     -----
-    Equal to the oracle byte by byte. In a vector with a NaN or an infinity a LayerNorm makes every element NaN.
+    Equal to the oracle byte by byte. A LayerNorm makes every element of a vector with a NaN or an infinity NaN.
 
     Examples
     --------
@@ -184,7 +184,7 @@ def _examine_k(views: Views, given: PrepareOptions) -> Examined:
 
 
 def check_vectors(x: View, cos: View | None, more: int = 0) -> PrepareProblem:
-    """Check the number of vectors, with `more` beside them, and how many of their elements turn.
+    """Check the number of vectors, plus `more`, and the number of their elements that RoPE turns.
 
     Raises
     ------

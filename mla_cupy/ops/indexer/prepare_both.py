@@ -41,8 +41,8 @@ def indexer_prepare(
 ) -> tuple[Any, Any, Any, Any]:
     """Rotate and quantise the index queries and keys of the same tokens in one launch.
 
-    It is `indexer_prepare_q`, and `indexer_cache_append` or `indexer_prepare_k`: the keys go to a cache, or are
-    returned.
+    The call combines `indexer_prepare_q` with `indexer_cache_append` or `indexer_prepare_k`: the keys go to a cache, or
+    are returned.
 
     Parameters
     ----------
@@ -54,27 +54,27 @@ def indexer_prepare(
     cos, sin : array, (max_position, rope_pairs), float32
         As for `indexer_prepare_q`, for both.
     positions : array, (n,), int32
-        Rows of cos and sin; clamped to them.
+        Rows of cos and sin; clamped to the tables.
     cache : array, (num_pages, page_size, d + 4), uint8, optional
-        As for `indexer_cache_append`; with `slots`. It is changed in place.
+        As for `indexer_cache_append`; requires `slots`. It is changed in place.
     slots : array, (n,), int32 or int64, optional
         As for `indexer_cache_append`.
     norm_weight, norm_bias : array, (d,), float32, optional
-        Of the keys' LayerNorm: see `indexer_prepare_k`.
+        Weight and bias of the keys' LayerNorm: see `indexer_prepare_k`.
     interleaved, hadamard, scales, reference_rounding, accumulate
         As for `indexer_prepare_q`.
     eps : float
-        Of the LayerNorm.
+        Epsilon of the LayerNorm.
     return_k : bool
-        Return the keys; in place of a cache.
+        Return the keys instead of writing them to a cache.
     codes : array, (n, h, d), uint8 or float8_e4m3fn, optional
-        Where the queries' codes go; it starts at, and steps by, multiples of 16 bytes.
+        Memory for the queries' codes; it starts at, and steps by, multiples of 16 bytes.
     folded : array, (n, h), float32, optional
-        Where the weights go.
+        Memory for the weights.
     k_codes : array, (n, d), uint8 or float8_e4m3fn, optional
-        Where the keys' codes go; as `codes`.
+        Memory for the keys' codes; as for `codes`.
     k_scale : array, (n,), float32, optional
-        Where the keys' scales go.
+        Memory for the keys' scales.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -117,7 +117,7 @@ def _examine(views: Views, given: PrepareBothOptions) -> Examined:
     check_all_or_none(views, "norm_weight", "norm_bias")
     if check_all_or_none(views, "cache", "slots") == options.return_k:
         got = "True, with a cache" if options.return_k else "False, without a cache"
-        raise ArgumentError(explain("return_k", got, "a cache, or return_k", "the keys go to one place"))
+        raise ArgumentError(explain("return_k", got, "a cache, or return_k", "pass either a cache or return_k=True"))
     q, k = present(views, "q"), present(views, "k")
     if views["cache"] is not None:
         check_pages(present(views, "cache"), k.shape[1])

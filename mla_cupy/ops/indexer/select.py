@@ -54,7 +54,7 @@ def indexer_select(
     kernel: Any = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """Select each query's keys: `indexer_topk` of `indexer_logits`, without the logits of all queries at once.
+    """Select each query's keys: `indexer_topk` of `indexer_logits`, without storing the logits of all queries at once.
 
     Parameters
     ----------
@@ -67,14 +67,14 @@ def indexer_select(
     relative : bool
         Count keys from `ks`, as sparse attention reads the rows of packed sequences. False: from the first key.
     buffer_bytes : int
-        The queries are processed in chunks whose logits fit, whatever `topk` is; a chunk has at least one query.
+        Size of the logits buffer. Queries are processed in chunks that fit, whatever `topk` is; a chunk has at least
+        one query.
     logits : array, (rows, s_kv), float32, optional
-        The buffer, whose rows are a chunk; the last axis is contiguous. Default: a part of the workspace, of
-        `buffer_bytes`.
+        The buffer, one row per query of a chunk; the last axis is contiguous. Default: `buffer_bytes` of the workspace.
     indices : array, (s_q, topk), int32, optional
-        Where the result goes; the last axis is contiguous.
+        Memory for the result; the last axis is contiguous.
     counts : array, (s_q,), int32, optional
-        Where the numbers of selected keys go.
+        Memory for the numbers of selected keys.
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_select, ...)` bytes.
     kernel : str or mapping, optional
@@ -95,8 +95,8 @@ def indexer_select(
 
     Notes
     -----
-    Exact and deterministic, as `indexer_topk` is, and the same for any size of the buffer. Two or three launches per
-    chunk. With `indices`, `counts` and `workspace` given it can be captured in a CUDA graph.
+    Exact and deterministic, like `indexer_topk`, for any size of the buffer. Two or three launches per chunk. With
+    `indices`, `counts` and `workspace` the call can be captured in a CUDA graph.
 
     Examples
     --------
@@ -111,7 +111,7 @@ def indexer_select(
 
 
 class SelectOptions(NamedTuple):
-    """The arguments beside the arrays."""
+    """The arguments other than arrays."""
 
     accumulate: Any
     topk: Any
@@ -124,7 +124,7 @@ class SelectOptions(NamedTuple):
 
 
 def check_selection(options: Any) -> Any:
-    """Check what the selections have in common; returns the options with it resolved.
+    """Check the options that all selections share; returns them resolved.
 
     Raises
     ------
@@ -170,13 +170,13 @@ def _examine(views: Views, options: SelectOptions) -> Examined:
     logits_operation.OPERATION.examine(views, _of_logits(options))
     keys = present(views, "k").shape[0]
     if keys > MAX_SIZE:
-        raise ShapeError(explain("k.shape[0]", keys, f"at most {MAX_SIZE}", "the top-k takes no more"))
+        raise ShapeError(explain("k.shape[0]", keys, f"at most {MAX_SIZE}", "split the call: top-k supports no more"))
     resolved = options._replace(kernel=check_kernels(_PIPELINE, options.kernel))
     return Examined(None, resolved, sizes={"topk": options.topk})
 
 
 def _divide(call: Call) -> Division:
-    """Chunks of as many queries as the buffer has rows for."""
+    """Chunks of queries, one per row of the buffer."""
     options: SelectOptions = call.options
     parts = {name: None if view is None else Part(name, view) for name, view in call.views.items()}
     q, k = call.view("q"), call.view("k")

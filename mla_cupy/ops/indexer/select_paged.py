@@ -58,19 +58,19 @@ def indexer_select_paged(
     topk : int
         Number of keys to select: 1 to 8192.
     slots : bool
-        Return places in the cache, page * page_size + token, which `sparse_mla_decode` takes as `indices` of a cache
-        with the same block table; if False, positions in the sequences.
+        Return slots of the cache, page * page_size + token, the `indices` of `sparse_mla_decode` for a cache with the
+        same block table. If False, return positions in the sequences.
     order, keep_first, keep_last
-        As for `indexer_topk`; "index" is the order of positions, whatever `slots`.
+        As for `indexer_topk`; "index" sorts by position, whatever `slots` is.
     buffer_bytes : int
-        The sequences are processed in chunks whose logits fit; a chunk has at least one sequence.
+        Size of the logits buffer. Sequences are processed in chunks that fit; a chunk has at least one sequence.
     logits : array, (rows, max_pages * page_size), float32, optional
-        The buffer; a chunk is as many sequences as there are s_q rows for; the last axis is contiguous. Default: a part
-        of the workspace, of `buffer_bytes`.
+        The buffer; a chunk has rows // s_q sequences; the last axis is contiguous. Default: `buffer_bytes` of the
+        workspace.
     indices : array, (b, s_q, topk), int32, optional
-        Where the result goes; the first two axes step evenly, the last one is contiguous.
+        Memory for the result; the first two axes step evenly, the last one is contiguous.
     counts : array, (b, s_q), int32, optional
-        Where the numbers of selected keys go; the axes step evenly.
+        Memory for the numbers of selected keys; the axes step evenly.
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_select_paged, ...)` bytes.
     kernel : str or mapping, optional
@@ -93,10 +93,10 @@ def indexer_select_paged(
 
     Notes
     -----
-    Exact and deterministic, as `indexer_topk` is, and the same for any size of the buffer. Two or three launches per
-    chunk; on Hopper one, without a buffer, for up to seven tokens whose block tables hold up to 32,768 keys. With
-    `indices`, `counts` and `workspace` given it can be captured in a CUDA graph, whose replays follow the lengths and
-    the block table. Not for JAX, whose arrays cannot be written: `mla_cupy.jax` has the two operations.
+    Exact and deterministic, like `indexer_topk`, for any size of the buffer. Two or three launches per chunk; on Hopper
+    one, without a buffer, for up to seven tokens with block tables of up to 32,768 keys. With `indices`, `counts` and
+    `workspace` the call can be captured in a CUDA graph; replays follow the lengths and the block table. Not for JAX,
+    whose arrays cannot be written: `mla_cupy.jax` has the two operations.
 
     Examples
     --------
@@ -114,7 +114,7 @@ def indexer_select_paged(
 
 
 class PagedSelectOptions(NamedTuple):
-    """The arguments beside the arrays."""
+    """The arguments other than arrays."""
 
     topk: Any
     slots: Any
@@ -136,7 +136,9 @@ def _examine(views: Views, options: PagedSelectOptions) -> Examined:
     s_q, keys = q.shape[1], table.shape[1] * cache.shape[1]
     if s_q > MAX_SIZE or keys > MAX_SIZE:
         got = f"s_q={s_q}, max_pages * page_size={keys}"
-        raise ShapeError(explain("q and block_table", got, f"at most {MAX_SIZE}", "the top-k takes no more"))
+        raise ShapeError(
+            explain("q and block_table", got, f"at most {MAX_SIZE}", "split the call: top-k supports no more")
+        )
     buffer = views["logits"]
     if buffer is not None and buffer.shape[0] < max(1, s_q):
         raise ShapeError(explain("logits.shape[0]", buffer.shape[0], f"at least s_q={s_q} rows, of a sequence"))
@@ -145,7 +147,7 @@ def _examine(views: Views, options: PagedSelectOptions) -> Examined:
 
 
 def _divide(call: Call) -> Division:
-    """Chunks of as many sequences as the buffer has s_q rows for."""
+    """Chunks of sequences, s_q rows of the buffer each."""
     options: PagedSelectOptions = call.options
     parts = {name: None if view is None else Part(name, view) for name, view in call.views.items()}
     (b, s_q, _, _), page_size = call.view("q").shape, call.view("cache").shape[1]

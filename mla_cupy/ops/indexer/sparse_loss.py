@@ -1,4 +1,4 @@
-"""The loss that trains the lightning indexer in the sparse stage: over the keys that it has selected."""
+"""The loss that trains the lightning indexer in the sparse stage, over its selected keys."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def indexer_sparse_loss(
     kernel: str | None = None,
     stream: Any = None,
 ) -> SparseLoss:
-    """Divergence of the indexer's softmax from the main attention over selected keys, with its gradients.
+    """Compute the divergence of the indexer's softmax from the main attention over selected keys, with gradients.
 
     kl[t] = sum_s p[t, s] * (log p[t, s] - I[t, s]) + index_lse[t], as in `indexer_warmup_loss`, but every sum over s
     is over the keys that `indices` select for token t.
@@ -63,31 +63,31 @@ def indexer_sparse_loss(
     Parameters
     ----------
     q : array, (s_q, h, d), bfloat16
-        Absorbed queries of the main attention; d is at most 576. All last axes but those of `weights`, `indices` and
+        Absorbed queries of the main attention; d is at most 576. All last axes except those of `weights`, `indices` and
         the scales are contiguous.
     k : array, (s_kv, d), bfloat16
-        Its keys, which all heads share.
+        Keys of the main attention, shared by all heads.
     index_q : array, (s_q, h_i, d_i), bfloat16, float8_e4m3fn or uint8
         Queries of the indexer, d_i 32, 64 or 128. uint8 holds e4m3 codes.
     index_k : array, (s_kv, d_i), dtype of index_q
-        Its keys.
+        Keys of the indexer.
     weights : array, (s_q, h_i), float32 or bfloat16
-        Weights of its heads, of any sign; the loss multiplies them by h_i**-0.5 * d_i**-0.5. For codes, with all
-        factors.
+        Weights of the indexer's heads, of any sign; the loss multiplies them by h_i**-0.5 * d_i**-0.5. For codes,
+        weights that include all factors.
     indices : array, (s_q, topk) or (s_q, 1, topk), int32
-        As for `sparse_mla_forward`: rows of the sequence's keys, -1 and others outside being skipped. A key that is
-        selected twice counts twice.
+        As for `sparse_mla_forward`: rows of the sequence's keys; -1 and other entries outside are skipped. A key that
+        is selected twice counts twice.
     scale : float
         Factor of the main attention's scores, as for `indexer_warmup_loss`.
     k_scale, q_scale : array, (s_kv,) and (s_q, h_i), float32, optional
-        Scales of `index_k` and `index_q`, as for `indexer_warmup_loss`, whose notes say what the gradients refer to.
+        Scales of `index_k` and `index_q`, as for `indexer_warmup_loss`; its notes define the gradients.
     lse : array, (s_q, h), float32, optional
-        The attention's log-sum-exps, natural, such as those of `sparse_mla_forward`; p is normalised again. A head
-        whose lse is infinite, or 1.2e7 or more in magnitude, has no part in p. Default: computed, over the selected
-        keys.
+        The attention's log-sum-exps, natural, such as the `lse` of `sparse_mla_forward`; p is normalised again. Heads
+        with an lse that is infinite, or 1.2e7 or more in magnitude, do not contribute to p. Default: computed over the
+        selected keys.
     head_sums : array, (s_q, topk), float32, optional
-        Source of p in place of `q`, `k` and `lse`: the sum of `indexer_head_sums` of all ranks, each of which has
-        a share of the attention's heads. The last axis is contiguous.
+        Source of p in place of `q`, `k` and `lse`: `indexer_head_sums` summed over all ranks that share the attention's
+        heads. The last axis is contiguous.
     topk_length : array, (s_q,), int32, optional
         Only the first topk_length[t] entries of a list count; clamped to [0, topk].
     row_weights : array, (s_q,), float32, optional
@@ -95,16 +95,17 @@ def indexer_sparse_loss(
     packed : Packed, optional
         As for `sparse_mla_forward`.
     causal : bool
-        Leave out keys after a token's own position.
+        Hide keys after a token's own position.
     relative : bool
         As for `sparse_mla_forward`: True if indices count from the first key of the token's sequence, False if from the
         first of all keys.
     gradients : bool
         Compute the gradients.
     deterministic : bool
-        Give `d_index_k` the same bits in every run; all other results have them anyway.
+        Give `d_index_k` the same bits in every run. All other results always have the same bits.
     buffer_bytes : int
-        The tokens are processed in chunks whose targets and scores fit; a chunk has at least one token.
+        Size of the buffer of targets and scores. Tokens are processed in chunks that fit; a chunk has at least one
+        token.
     results : LossResults, optional
         Arrays that the results are written to.
     workspace : array, (n,), uint8, optional
@@ -117,7 +118,7 @@ def indexer_sparse_loss(
     Returns
     -------
     kl : array, (s_q,), float32
-        0 for a token without a target: one that selects no key, or whose target has no mass.
+        0 for a token without a target: it selects no key, or its target has no mass.
     mass : array, (s_q,), float32
         Divisor of the target.
     index_lse : array, (s_q,), float32
@@ -136,24 +137,24 @@ def indexer_sparse_loss(
     Notes
     -----
     The results are a named tuple, `mla_cupy.SparseLoss`. No gradient flows to q and k. The derivative of max(x, 0) at x
-    = 0 is 0: a product index_q . index_k of exactly 0 passes no gradient. `mla_cupy.torch.indexer_sparse_objective` and
-    that of `mla_cupy.jax` make a scalar of it whose derivative multiplies these gradients. NumPy arrays are computed on
-    the GPU if there is one, else by the NumPy oracle. On Hopper, with up to 128 heads of both kinds, d in multiples of
-    8, and arrays that start at and step by multiples of 16 bytes, everything runs on tensor cores; what is multiplied
-    for the gradients is rounded to bfloat16.
+    = 0 is 0: a product index_q . index_k of exactly 0 passes no gradient. For a differentiable scalar use
+    `indexer_sparse_objective` of `mla_cupy.torch` or `mla_cupy.jax`. NumPy arrays are computed on the GPU if there is
+    one, else by the NumPy oracle. On Hopper everything runs on tensor cores if both kinds have at most 128 heads, d is
+    a multiple of 8, and arrays start at and step by multiples of 16 bytes; the operands of the gradients are rounded to
+    bfloat16.
 
-    Without `lse` the scores of the attention are computed twice: `sparse_mla_forward` over the same `indices` returns
+    Without `lse` the scores of the attention are computed twice. `sparse_mla_forward` over the same `indices` returns
     it.
 
-    What different tokens add to a key is summed by float32 atomics; if deterministic, to six bins, in which every
-    partial sum is exact: `cuda_src/tile/binned_sum.cuh`. A number keeps 23 - ceil(log2(n)) bits below the top of its
-    bin; n counts the additions to a key, one for each selection and 64 index heads. On Hopper four neighbouring columns
-    share the bin of the largest: at 2,400 additions that is 11 bits, and a column far smaller than a neighbour is off
-    by about 1 %.
+    The contributions of different tokens to a key are summed by float32 atomics. If deterministic, they are summed in
+    six bins, in which every partial sum is exact: `cuda_src/tile/binned_sum.cuh`. A number keeps 23 - ceil(log2(n))
+    bits below the top of its bin; n counts the additions to a key, one per selection and 64 index heads. On Hopper four
+    neighbouring columns share the bin of the largest: at 2,400 additions that is 11 bits, and a column far smaller than
+    a neighbour is off by about 1 %.
 
-    Workspace: at most `buffer_bytes` (or what one token needs: 8 * topk bytes), 4 * s_q * topk and 12 * s_q for the
-    lists, 4 * s_kv * d_i for sums of gradients by keys, six times that and 8 * s_kv if deterministic, 2 * s_kv * d_i on
-    Hopper, and 4 * s_q * h without `lse`. Nothing has s_q * s_kv elements.
+    Workspace: at most `buffer_bytes` (or one token's share: 8 * topk bytes), 4 * s_q * topk and 12 * s_q for the lists,
+    4 * s_kv * d_i for sums of gradients by keys, six times that and 8 * s_kv if deterministic, 2 * s_kv * d_i on
+    Hopper, and 4 * s_q * h without `lse`. No array has s_q * s_kv elements.
 
     Source: the report of DeepSeek-V3.2-Exp, sparse training stage.
 

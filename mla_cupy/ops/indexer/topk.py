@@ -37,7 +37,8 @@ def indexer_topk(
 ) -> tuple[Any, Any, Any]:
     """Select the k largest logits of each row, exactly.
 
-    Larger logits come first; of equal ones the lower index does. -0 equals +0, and NaN comes last, after -inf.
+    Larger logits come first; among equal logits the lower index comes first. -0 equals +0, and NaN comes last, after
+    -inf.
 
     Parameters
     ----------
@@ -46,34 +47,34 @@ def indexer_topk(
     k : int
         Number of keys to select: 1 to 8192.
     ks, ke : array, (s_q,), int32, optional
-        Row t selects among the keys ks[t] <= s < ke[t]; both are clamped to [0, s_kv]. Default: all. Logits outside
-        are not read. ke may have one number for each of b sequences, b dividing s_q, as `indexer_logits_paged` takes
-        `seqlens`: it is that of the last of the sequence's s_q / b consecutive rows, and each row before sees one key
+        Row t selects among the keys ks[t] <= s < ke[t]; both are clamped to [0, s_kv]. Default: all. Logits outside are
+        not read. ke may have one number per sequence, like `seqlens` of `indexer_logits_paged`, for b sequences where b
+        divides s_q: it belongs to the last of the sequence's s_q / b consecutive rows, and each row before sees one key
         less than the next.
     block_table : array, (b, max_pages), int32, optional
-        Return places in a paged cache: key s of a row becomes block_table[., s // page_size] * page_size + s %
+        Return slots of a paged cache: key s of a row becomes block_table[., s // page_size] * page_size + s %
         page_size, or -1 past the table's end and where the result is negative or exceeds int32. b divides s_q; each
         sequence has s_q / b consecutive rows.
     order : str
-        "index": ascending, as sparse attention reads its rows fastest; "value": the largest logit first,
-        behind the keys of `keep_first` and `keep_last`, which come in ascending order, whatever their logits.
+        "index": ascending, the fastest order for sparse attention. "value": the largest logit first, after the keys of
+        `keep_first` and `keep_last`, which come in ascending order, whatever their logits.
     relative : bool
-        Count indices from ks[t], as `sparse_mla_forward` does with `cu_seqlens_kv`. Not with `block_table`.
+        Count indices from ks[t], as `sparse_mla_forward` does with `cu_seqlens_kv`. Excludes `block_table`.
     page_size : int
         Tokens per page of `block_table`.
     keep_first, keep_last : int
-        As many keys at the beginning and at the end of each range are selected before all others; where there are
-        more than k of them, those with the lowest indices.
+        Number of keys at the beginning and at the end of each range that are selected before all others; if they are
+        more than k, the lowest indices are selected.
     return_values : bool
-        Return the logits at the indices, too.
+        Also return the logits at the indices.
     indices : array, (s_q, k), int32, optional
-        Where the result goes; the last axis is contiguous.
+        Memory for the result; the last axis is contiguous.
     counts : array, (s_q,), int32, optional
-        Where the numbers of selected keys go.
+        Memory for the numbers of selected keys.
     values : array, (s_q, k), float32, optional
-        Where the logits go; the last axis is contiguous.
+        Memory for the logits; the last axis is contiguous.
     workspace : array, (n,), uint8, optional
-        As for the other operations; `workspace_bytes(indexer_topk, ...)` is 0.
+        Unused: `workspace_bytes(indexer_topk, ...)` is 0.
     kernel : str, optional
         Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits.
     stream : int or stream object, optional
@@ -84,7 +85,7 @@ def indexer_topk(
     indices : array, (s_q, k), int32
         -1 from counts[t] on.
     counts : array, (s_q,), int32
-        min(k, keys in the range): what `sparse_mla_forward` calls `topk_length`.
+        min(k, keys in the range): the `topk_length` of `sparse_mla_forward`.
     values : array, (s_q, k), float32, or None
         -inf from counts[t] on. None without `return_values`.
 
@@ -95,8 +96,8 @@ def indexer_topk(
 
     Notes
     -----
-    The result is a function of the logits, bit by bit: it depends neither on the run nor on the kernel. Rows of at most
-    k keys are not read at all, unless values are returned or determine the order.
+    Exact: the result depends on the logits alone, neither on the run nor on the kernel. Rows of at most k keys are not
+    read, unless values are returned or determine the order.
 
     Examples
     --------
@@ -143,7 +144,7 @@ def _examine(views: Views, given: TopkOptions) -> Examined:
     if table is not None and s_q % table.shape[0]:
         raise ShapeError(explain("logits.shape[0]", s_q, f"a multiple of {table.shape[0]}, the rows of block_table"))
     if table is not None and options.relative:
-        raise ArgumentError(explain("relative", "True, with a block_table", "False: pages count from the beginning"))
+        raise ArgumentError(explain("relative", "True, with a block_table", "False: pages count from the first token"))
     return Examined(TopkProblem(s_q, s_kv, options.k), options, {"k": options.k})
 
 

@@ -14,7 +14,7 @@ from mla_cupy.torch.gradients.register import Made, backward_of, register
 from mla_cupy.torch.operators import MLA_PREFILL, MLA_PREFILL_BACKWARD
 
 _SHARED = ("causal", "scale")
-"""The options that the backward takes as the forward does."""
+"""Options that forward and backward share."""
 _ARRAYS = ("q", "k", "v", "q_rope", "k_rope", "cu_seqlens_q", "cu_seqlens_kv")
 _run_backward = backward_of(MLA_PREFILL_BACKWARD)
 
@@ -51,7 +51,7 @@ def _of_state(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """Gradients of the state that the result was merged with, whose weight in it is exp(its lse - lse).
+    """Gradients of the state that was merged into the result with the weight exp(its lse - lse).
 
     Of a weight of 1 the result's values are the state's, but rounded: their difference would be noise.
     """

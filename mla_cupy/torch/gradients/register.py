@@ -90,7 +90,7 @@ def register(
 
 
 def without_gradient(name: str, function: Callable[..., Made]) -> Callable[..., Made]:
-    """A function that runs in a backward. It has no gradient itself, and says so by its name."""
+    """A function that runs in a backward. It has no gradient itself, which its name shows."""
 
     class Backward(torch.autograd.Function):  # type: ignore[misc]
         generate_vmap_rule = True

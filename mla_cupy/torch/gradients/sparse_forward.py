@@ -12,7 +12,7 @@ from mla_cupy.torch.gradients.register import Made, backward_of, register
 from mla_cupy.torch.operators import SPARSE_MLA_BACKWARD, SPARSE_MLA_FORWARD
 
 _SHARED = ("scale", "causal", "relative", "lse_base")
-"""The options that the backward takes as the forward does."""
+"""Options that forward and backward share."""
 _OPTIONAL = ("topk_length", "attn_sink", "cu_seqlens_q", "cu_seqlens_kv")
 _run_backward = backward_of(SPARSE_MLA_BACKWARD)
 

@@ -9,7 +9,7 @@ import torch
 from tests.engines.cpu.operators import counted
 
 REFERENCE = "CUTLASS_MLA"
-"""The name under which vLLM knows the reference: that of a backend that no CPU and no Hopper has."""
+"""The reference's name in vLLM: a backend that no CPU and no Hopper has."""
 
 
 def varlen(

@@ -149,7 +149,7 @@ def between_rounds(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def compared(reference: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """How many sequences are equal, where others part, and how near the two tokens were there."""
+    """Number of equal sequences, divergences of the others, and how near the two tokens were there."""
     partings, equal, worst = [], 0, 0.0
     for number, (one, two) in enumerate(zip(reference["rounds"], other["rounds"], strict=True)):
         for prompt, (x, y) in enumerate(zip(one, two, strict=True)):
@@ -173,7 +173,7 @@ def agreement(one: dict[str, Any], two: dict[str, Any]) -> tuple[int | None, flo
 
 
 def gap(one: dict[str, Any], two: dict[str, Any], step: int) -> float:
-    """How far apart two tokens were for the first, at a step; infinite if it did not tell."""
+    """Distance of two tokens for the first run, at a step; infinite if it did not report it."""
     told = one["logprobs"][step]
     mine, other = str(one["tokens"][step]), str(two["tokens"][step])
     return round(told[mine] - told[other], 4) if other in told else float("inf")

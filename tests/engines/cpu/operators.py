@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 CALLS: Counter[str] = Counter()
-"""How often each was called: a run in which one was not has not reached it."""
+"""Number of calls of each operator; 0 means that a run has not reached it."""
 _EXTENSIONS = ("_C_stable_libtorch", "_C", "_moe_C", "_moe_C_stable_libtorch", "_C_utils", "_rocm_C")
 _SCHEMAS = {
     "concat_and_cache_mla": "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, "

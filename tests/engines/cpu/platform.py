@@ -36,7 +36,7 @@ def install() -> None:
     chosen = real.CudaPlatformBase
 
     class CpuAsHopper(CpuPlatform):  # type: ignore[misc]
-        """What is chosen by these three is chosen by vLLM's own code for CUDA."""
+        """A platform that leaves the choices by these three to vLLM's own code for CUDA."""
 
         get_attn_backend_cls = classmethod(chosen.get_attn_backend_cls.__func__)
         get_valid_backends = classmethod(chosen.get_valid_backends.__func__)

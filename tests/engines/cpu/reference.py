@@ -41,7 +41,7 @@ class Builder(MLACommonMetadataBuilder):  # type: ignore[misc]
 
 
 class Backend(MLACommonBackend):  # type: ignore[misc]
-    """What vLLM chooses."""
+    """The backend that vLLM chooses."""
 
     supported_kv_cache_dtypes = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 

@@ -21,7 +21,7 @@ ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "MLA_CUPY_BACKEND": "numpy",
 }
-"""Of this process, not of one that imports it: a test run would compute everything without its GPU."""
+"""Environment of this process only: a test run that imports the module must not lose its GPU."""
 VOCABULARY = 4096
 SHARED = ((0, 5), (64, 40), (100, 1), (0, 150), (37, 0), (130, 3))
 """Prompts: tokens that they share from their start on, and tokens of their own."""

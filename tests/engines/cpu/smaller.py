@@ -44,7 +44,7 @@ def slot_mapping(
     slots: Any,
     **_: Any,
 ) -> None:
-    """Where each token goes; -1 for those that fill up the batch."""
+    """Slot of each token; -1 for padding of the batch."""
     slots[num_tokens:max_num_tokens] = -1
     starts = query_start_loc.tolist()
     for request, (start, end) in enumerate(itertools.pairwise(starts)):

@@ -15,7 +15,7 @@ CACHE_BYTES = 64 << 20
 
 
 class CpuWorker(CPUWorker):  # type: ignore[misc]
-    """With vLLM's own model runners for the CPU, which descend from those for GPUs."""
+    """A worker with vLLM's own model runners for the CPU, which descend from those for GPUs."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         Worker.__init__(self, *arguments, **named)

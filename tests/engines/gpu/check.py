@@ -45,7 +45,7 @@ from tests.engines.model import PLAIN, build
 
 VOCABULARY = PLAIN["vocab_size"]
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 100, 257, 500, 777, 1024, 1500, 2048, 3000)
-"""Of prompts: around the pages' sizes, and longer than a chunk."""
+"""Lengths of prompts: around the pages' sizes, and longer than a chunk."""
 MEMORY = 0.6
 """Share of the GPU's: room for the allocator of a process that ends while the next one starts."""
 GIB = 1 << 30
@@ -59,7 +59,7 @@ VARIANTS = {
     "alone": {},
     "dense": {},
 }
-"""What follows a backend's name, and the environment that it stands for."""
+"""Suffixes of a backend's name, with the environment variables that each stands for."""
 PREFILLED = 65536
 """Tokens of the prompts whose prefill is timed, together."""
 SHORT, LONG = 32, 160
@@ -67,7 +67,7 @@ SHORT, LONG = 32, 160
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """What to run."""
+    """Arguments of the script."""
     parser = argparse.ArgumentParser(prog="python -m tests.engines.gpu.check", description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("tokens", "speed"))
     parser.add_argument("--backends", default="TRITON_MLA,CUSTOM,FLASHMLA,FLASH_ATTN_MLA")
@@ -114,7 +114,7 @@ def label(options: argparse.Namespace, backend: str, heads: int) -> str:
 
 
 def engine_options(options: argparse.Namespace, sequences: int) -> dict[str, Any]:
-    """Those of vLLM's `LLM` that depend on what is asked for."""
+    """Options of vLLM's `LLM` that depend on the arguments."""
     made: dict[str, Any] = {"enable_prefix_caching": not options.no_prefix_cache}
     if not options.cpu:
         made["gpu_memory_utilization"] = 0.01 if options.cache else MEMORY
@@ -189,7 +189,7 @@ def select_by_position() -> None:
 
 
 def facts(made: Any) -> dict[str, Any]:
-    """What really runs, read off the engine."""
+    """The configuration that really runs, read from the engine."""
     config = made.llm_engine.vllm_config
     layers = config.compilation_config.static_forward_context.values()
     kinds = {f"{type(x.impl).__module__}.{type(x.impl).__name__}" for x in layers if hasattr(x, "impl")}
@@ -202,7 +202,7 @@ def facts(made: Any) -> dict[str, Any]:
 
 
 def prompts(longest: int, count: int = len(LENGTHS)) -> list[list[int]]:
-    """So many prompts of the lengths in turn; every other one shares its first two thirds with the others."""
+    """`count` prompts with the lengths in turn; every other one shares its first two thirds with the others."""
     draw = random.Random(1)
     base = [draw.randrange(VOCABULARY) for _ in range(longest)]
     made = []
@@ -381,6 +381,6 @@ def main(given: list[str]) -> int:
 if __name__ == "__main__":
     for name, value in (("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), ("VLLM_NO_USAGE_STATS", "1"), ("HF_HUB_OFFLINE", "1")):
         os.environ.setdefault(name, value)
-    # Where FlashInfer is missing, vLLM's sampler imports it all the same.
+    # vLLM's sampler imports FlashInfer even where it is missing.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     sys.exit(main(sys.argv[1:]))

@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
 
 def section(path: Path, name: str = ".nv_fatbin") -> tuple[int, int]:
-    """Where a section of a shared object begins in the file, and its size."""
+    """Offset and size of a section of a shared object."""
     lines = subprocess.run(["readelf", "-SW", path], capture_output=True, text=True, check=True).stdout.splitlines()
     for line in lines:
         found = re.search(r"\]\s+(\S+)\s+\S+\s+[0-9a-f]+\s+([0-9a-f]+)\s+([0-9a-f]+)", line)
@@ -40,7 +40,7 @@ def section(path: Path, name: str = ".nv_fatbin") -> tuple[int, int]:
 
 
 def containers(data: bytes, begin: int, size: int) -> Iterator[tuple[int, int, int, list[Entry]]]:
-    """Of each fat binary: where it begins, the size of its header, where it ends, and its entries."""
+    """Offset, header size, end and entries of each fat binary."""
     at = begin
     while at < begin + size:
         if data[at : at + 4] != CONTAINER:
@@ -63,7 +63,7 @@ def _entries(data: bytes, at: int, stop: int) -> Iterator[Entry]:
 
 
 def chosen(entries: list[Entry]) -> list[Entry]:
-    """What a Hopper loads; if it can load none of them, the smallest."""
+    """The entry that a Hopper loads; the smallest if it can load none of them."""
     native = [x for x in entries if x.kind == ELF and x.arch == HOPPER]
     portable = sorted((x for x in entries if x.kind == PTX and x.arch <= HOPPER), key=lambda x: x.arch)
     return native or portable[-1:] or [min(entries, key=lambda x: x.end - x.begin)]

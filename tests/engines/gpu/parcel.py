@@ -44,7 +44,7 @@ PACKAGES = [
     "compressed-tensors",
     "loguru",
 ]
-"""What vLLM imports beside what such a machine has."""
+"""Packages that vLLM imports and such a machine lacks."""
 DEEP_GEMM = "third_party/deep_gemm/_C.cpython-312-x86_64-linux-gnu"
 """Has the logits of the indexer; compiles its kernels on the machine, by nvcc."""
 EXTENSIONS = (
@@ -92,7 +92,7 @@ def download_packages(folder: Path, packages: list[str]) -> None:
 
 
 def kept(name: str, mixture: bool) -> bool:
-    """Whether an extension travels; `name` is its path in vLLM's package, without its suffixes."""
+    """True if an extension is included; `name` is its path in vLLM's package, without its suffixes."""
     return name in EXTENSIONS + (MIXTURE if mixture else ())
 
 

@@ -1,4 +1,4 @@
-"""What a replayed graph of SGLang takes on the GPU, apart from the host, read in the process that replays it.
+"""GPU time of SGLang's replayed graphs, without the host, measured in the process that replays them.
 
 SGLang runs its model in processes of their own. `sglang_check --speed --graphs` puts the folder `watch` on the path of
 all of them, so that each calls `watch` when it starts; the one that imports the module that replays graphs has them
@@ -123,7 +123,7 @@ def traced(replay: Callable[[Any], None], torch: Any, switch: Path) -> Callable[
 
 
 def current_run(switch: Path) -> str:
-    """Which run it is whose graphs are asked for; none where the file is not there."""
+    """The run whose graphs are requested; None if the file does not exist."""
     try:
         return switch.read_text()
     except FileNotFoundError:
@@ -136,7 +136,7 @@ def trace_switch(switch: Path) -> Path:
 
 
 def readings_of(switch: Path) -> Path:
-    """Where those of a file are."""
+    """Path of a file's measurements."""
     return switch.with_name(switch.name + ".json")
 
 

@@ -46,7 +46,7 @@ FEW, MORE = 3, 15
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """What to run."""
+    """Arguments of the script."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.engines.gpu.sglang_check", description=__doc__.split("\n")[0]
     )
@@ -70,7 +70,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def engine_options(options: argparse.Namespace, backend: str) -> dict[str, Any]:
-    """Those of SGLang's engine that depend on what is asked for."""
+    """Options of SGLang's engine that depend on the arguments."""
     longest = options.context + LONG + SHORT if options.speed else max(LENGTHS) + options.new
     made = {
         "decode_attention_backend": backend.partition(":")[0],
@@ -100,7 +100,7 @@ def engine_options(options: argparse.Namespace, backend: str) -> dict[str, Any]:
 
 
 def told(output: dict[str, Any]) -> dict[str, Any]:
-    """Tokens and logprobs of one of SGLang's outputs, as those of vLLM are told."""
+    """Tokens and logprobs of one of SGLang's outputs, in the form of vLLM's."""
     meta = output["meta_info"]
     steps = [{str(token): value for value, token, *_ in top} for top in meta["output_top_logprobs"]]
     tokens = [token for _, token, *_ in meta["output_token_logprobs"]]

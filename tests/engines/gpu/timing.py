@@ -1,4 +1,4 @@
-"""What a step of an engine takes on the GPU and on the host, apart from one another.
+"""Time of an engine's step on the GPU and on the host, separately.
 
 A step's time on a clock is the host's or the GPU's, whichever is longer. Here are the milliseconds of the GPU between
 the ends of a replayed graph, the host's microseconds in the backend's own builder, and the kernels of a step.
@@ -186,7 +186,7 @@ def totals(kernels: Iterable[Kernel]) -> dict[str, tuple[int, float, float]]:
 
 
 def per_step(short: Iterable[Kernel], long: Iterable[Kernel], steps: int) -> list[dict[str, Any]]:
-    """Kernels of a decode step, from two traces of which one has `steps` more of them: what adds most comes first."""
+    """Kernels of a decode step, from two traces, one with `steps` more of them; the largest come first."""
     before, after = totals(short), totals(long)
     rows = []
     for name, values in after.items():

@@ -62,7 +62,7 @@ PAGED_CASES = [
 
 
 def kernels(pipeline: Any, problem: LogitsProblem) -> list[str]:
-    """Those that take the problem on this GPU."""
+    """Kernels that support the problem on this GPU."""
     return [name for name, kernel in by_name(pipeline).items() if not kernel.unsupported(problem, device.describe(0))]
 
 
@@ -109,7 +109,7 @@ def test_bits_do_not_depend_on_the_place_in_float16(hopper: object) -> None:
 
 
 def test_prepared_queries_in_float16(gpu: object) -> None:
-    """From the same queries: as near to each other as their codes are."""
+    """Logits of equal queries are as near to each other as their codes are."""
     rng = np.random.default_rng(2)
     q = rng.standard_normal((50, 64, 128), np.float32).astype(dtypes.numpy_dtype("bfloat16"))
     k = rng.standard_normal((900, 128), np.float32).astype(dtypes.numpy_dtype("bfloat16"))
@@ -152,7 +152,7 @@ def test_nothing_is_written_outside(clean: bool, dtype: str, s_kv: int, gpu: obj
 
 @pytest.mark.parametrize("h", [1, 24, 64, 100])
 def test_bits_do_not_depend_on_the_place(h: int, hopper: object) -> None:
-    """The same queries and keys shifted by any number of tokens and keys, and in pages."""
+    """Equal queries and keys, shifted by any number of tokens and keys, and in pages."""
     case = PagedCase(b=1, s_q=8, h=h, seqlens=(1000,), per_token=True)
     inputs = paged_inputs(case)
     codes, scales = page_parts(inputs["cache"][:, :, 0])

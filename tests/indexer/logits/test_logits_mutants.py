@@ -30,7 +30,7 @@ def run(case: LogitsCase | PagedCase, mode: tuple[str, int]) -> None:
 
 
 def run_scheduled(case: LogitsCase | PagedCase, mode: tuple[str, int]) -> None:
-    """In shares of a schedule."""
+    """Run in shares of a schedule."""
     with mock.patch.object(pipeline, "scheduled", return_value=True):
         run(case, mode)
 

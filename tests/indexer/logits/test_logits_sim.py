@@ -142,7 +142,7 @@ def in_float16(inputs: dict[str, Any], sm_count: int = 2, mode: tuple[str, int] 
 
 
 def run_in_float16(case: LogitsCase, sm_count: int, mode: tuple[str, int]) -> None:
-    """The oracle has the same roundings, and no others but those of float32."""
+    """The oracle has the same roundings, and no others except float32's."""
     inputs = logits_inputs(case)
     inputs["weights"] *= np.float32(1e-30)
     got, rounded = in_float16(inputs, sm_count, mode), reference.indexer_logits(**inputs, accumulate="float16")
@@ -172,7 +172,7 @@ def test_float16_in_every_mode(case: LogitsCase, mode: tuple[str, int], sm_count
 @pytest.mark.parametrize("weight", [1.0, 1e-38, -1e31])
 @pytest.mark.parametrize("d", [32, 64, 128])
 def test_the_largest_codes_are_finite_in_float16(d: int, weight: float) -> None:
-    """Of all queries, keys and heads, whatever the weights, as long as the sum itself is a float."""
+    """All queries, keys and heads are finite, whatever the weights, as long as the sum itself is a float."""
     q, k = as_codes(np.full((2, 128, d), 128 / d)), as_codes(np.full((5, d), 448.0))
     inputs = {"q": q, "k": k, "weights": np.full((2, 128), weight, np.float32)}
     got = in_float16(inputs)
@@ -270,7 +270,7 @@ def test_every_range_is_empty(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", [HOPPER, MMA])
 def test_ranges_without_a_common_tile(kernel: str) -> None:
-    """Of neighbours in one block, in any order."""
+    """Ranges of neighbours in one block, in any order."""
     inputs = logits_inputs(LogitsCase(s_q=8, s_kv=640, h=2, d=32, ranges="none"))
     inputs["ks"] = np.array([600, 0, 300, 130, 639, 0, 256, 5], np.int32)
     inputs["ke"] = np.array([640, 1, 310, 128, 640, 0, 257, 4], np.int32)
@@ -299,7 +299,7 @@ def test_nan_and_infinity() -> None:
 )
 @pytest.mark.parametrize("sm_count", [1, 5])
 def test_bits_do_not_depend_on_the_place(sm_count: int, kernel: str, accumulate: str) -> None:
-    """The same queries and keys elsewhere, with other neighbours, more heads of weight 0, or cut otherwise."""
+    """Equal queries and keys elsewhere, with other neighbours, more heads of weight 0, or other cuts."""
     half = accumulate == "float16"
     inputs = logits_inputs(LogitsCase(s_q=9, s_kv=150, h=11, ranges="none", dtype="uint8", float16=half))
     with simulated(2):
@@ -317,7 +317,7 @@ SCHEDULE = "indexer_logits_schedule"
 
 
 def always(*_: object) -> bool:
-    """For whether there is a schedule."""
+    """Replacement for the decision whether there is a schedule."""
     return True
 
 
@@ -326,7 +326,7 @@ MANY_BLOCKS = LogitsCase(s_q=150, s_kv=160, h=1, d=32, ranges="causal")
 
 
 def launched(case: LogitsCase | PagedCase, sm_count: int, **options: Any) -> list[str]:
-    """What a call launches; its results are those of the oracle."""
+    """Launches of a call; its results must match the oracle."""
     name, inputs = "indexer_logits", logits_inputs(case) if isinstance(case, LogitsCase) else paged_inputs(case)
     name += "" if isinstance(case, LogitsCase) else "_paged"
     with simulated(sm_count, (9, 0), "random", 2) as target:
@@ -360,7 +360,7 @@ def test_many_sequences(schedule: bool, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_sequences_of_many_groups() -> None:
-    """Of 32 each, several of which have nothing, and more than are looked at at once; shares within one and across."""
+    """Groups of 32, several of them empty, and more than are read at once; shares within one and across."""
     lengths = np.zeros((170, 2), int)
     lengths[[3, 40, 69, 100, 165, 169]] = [[100, 3], [1, 64], [0, 65], [200, 130], [64, 0], [1, 1]]
     case = PagedCase(b=170, s_q=2, h=2, seqlens=tuple(int(n) for n in lengths.max(axis=1)))
@@ -407,7 +407,7 @@ PAGED = [
 
 
 def test_long_shares() -> None:
-    """Whose first pages and queries are asked for before an earlier kernel is done."""
+    """The first pages and queries are requested before an earlier kernel is done."""
     case = PagedCase(b=2, s_q=2, h=2, seqlens=(8200, 8300), missing_page=True)
     run_paged(case, PAGED_HOPPER, 2, ("late", 0))
 
@@ -458,7 +458,7 @@ def test_no_kernel_is_forgotten() -> None:
 
 
 def test_paged_and_prefill_have_the_same_bits() -> None:
-    """The same keys in pages and side by side, for several numbers of heads; 70 heads take two blocks of columns."""
+    """Equal keys in pages and in one array, for several numbers of heads; 70 heads take two blocks of columns."""
     for h in (5, 33, 70):
         case = PagedCase(b=1, s_q=3, h=h, seqlens=(100,), per_token=True)
         inputs = paged_inputs(case)
@@ -503,7 +503,7 @@ def test_keys_in_e2m1_side_by_side_are_refused() -> None:
     ids=lambda x: getattr(x, "id", str(x)),
 )
 def test_keys_in_e2m1(case: PagedCase, kernel: str | None, launched: str) -> None:
-    """On Hopper pages of 64 get the kernel with WGMMA, others that with mma.sync."""
+    """Pages of 64 run the WGMMA kernel on Hopper, others the mma.sync kernel."""
     inputs = paged_inputs(case)
     with simulated(2, (9, 0), "random", 3) as target:
         got = mla_cupy.indexer_logits_paged(**inputs, kernel=kernel)

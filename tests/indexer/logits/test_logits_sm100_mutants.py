@@ -12,7 +12,7 @@ from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 
 KERNEL = "indexer_logits_sm100"
-#: Three blocks of tokens, more tiles than the ring has stages, two chunks of columns of which one is not full.
+#: Three blocks of tokens, more tiles than the ring has stages, two chunks of columns, one not full.
 CASE = LogitsCase(s_q=17, s_kv=300, h=19, d=32, dtype="uint8", ranges="none")
 PAGES = PagedCase(b=2, s_q=2, h=3, seqlens=(90, 140), missing_page=True)
 

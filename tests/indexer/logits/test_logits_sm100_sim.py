@@ -98,7 +98,7 @@ def test_strided_queries_and_keys_behind_one_another() -> None:
 
 @pytest.mark.parametrize("h", [5, 40])
 def test_paged_and_prefill_have_the_same_bits(h: int) -> None:
-    """The same keys in pages and side by side, for one token, which has 16 columns or more, and for eight."""
+    """Equal keys in pages and in one array, for one token, with 16 columns or more, and for eight."""
     case = PagedCase(b=1, s_q=1, h=h, seqlens=(150,))
     inputs = paged_inputs(case)
     pages = inputs["block_table"][0, :3]

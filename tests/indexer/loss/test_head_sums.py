@@ -1,4 +1,4 @@
-"""Sums over heads for tensor parallelism: the loss of ranks that have a share of the heads is that of one with all."""
+"""Sums over heads for tensor parallelism: ranks with a share of the heads get the loss of one rank with all."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def numpy_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def summed(inputs: dict[str, Array], **options: Any) -> Array:
-    """Of all ranks: what an all-reduce makes."""
+    """Sums over all ranks, as an all-reduce makes them."""
     total = sum(run_loss(mla_cupy.indexer_head_sums, **mine, **options) for mine in shares(inputs, RANKS))
     return np.asarray(total)
 
@@ -65,7 +65,7 @@ def test_ranks_of_the_sparse_loss(numpy_backend: None, causal: bool) -> None:
 
 
 def test_some_queries_at_a_time(numpy_backend: None) -> None:
-    """As the docstring says: queries [a, b) with the keys [0, b), whose gradients add up."""
+    """The documented split: queries [a, b) with the keys [0, b), with gradients that add up."""
     inputs = loss_inputs(LossCase(s_q=7, s_kv=7, h=4))
     exact = reference.indexer_warmup_loss(**inputs)
     d_index_k = np.zeros(inputs["index_k"].shape)
@@ -124,7 +124,7 @@ def test_hopper() -> None:
 
 
 def check_sparse(case: SparseLossCase, kernel: str, error: float, mode: tuple[str, int] = ("late", 0)) -> None:
-    """In chunks of one token; what the kernels of the loss launch beside them is tested there."""
+    """Check chunks of one token; other tests cover the loss's kernels."""
     inputs = sparse_loss_inputs(case)
     options = {"causal": case.causal, "kernel": kernel, "buffer_bytes": 1}
     with simulated(2, (9, 0), *mode) as target:

@@ -25,7 +25,7 @@ def zeros(*shape: int, dtype: Any = ml_dtypes.bfloat16) -> Any:
 
 
 def test_forms_agree() -> None:
-    """Of the same numbers: whole and in pairs, last columns of all heads and of each, one KV head and no head axis."""
+    """Equal numbers: whole and in pairs, last columns of all heads and of each, one KV head and no head axis."""
     inputs = loss_inputs(LossCase(h=4, d=72, h_kv=2, pairs="k", lse=True))
     exact = run_loss(mla_cupy.indexer_warmup_loss, **inputs)
     q, k, k_rope = inputs["q"], inputs["k"], inputs["k_rope"]

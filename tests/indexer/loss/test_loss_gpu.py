@@ -51,7 +51,7 @@ def on_host(results: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def kernels(case: LossCase) -> list[str]:
-    """Those that take the case on this GPU."""
+    """Kernels that support the case on this GPU."""
     problem = LossProblem(
         *(case.s_q, case.s_kv, case.h, case.h_i, case.d, case.d_i, case.d_v),
         **{**case.problem, "aligned": True},
@@ -70,7 +70,7 @@ def test_loss(case: LossCase, gpu: object) -> None:
 
 
 def test_131072_keys(gpu: object) -> None:
-    """What a call allocates, results and workspace; and a few rows against the oracle."""
+    """Allocations of a call, results and workspace; and a few rows against the oracle."""
     import cupy
 
     tokens, rng = 131_072, np.random.default_rng(0)
@@ -103,7 +103,7 @@ def test_the_same_in_every_run(gpu: object) -> None:
 
 
 def test_chunks(gpu: object) -> None:
-    """Of a few tokens each: rows have the same bits."""
+    """Chunks of a few tokens give rows with equal bits."""
     case = CASES[2]
     given = on_gpu(loss_inputs(case))
     for kernel in kernels(case):
@@ -134,7 +134,7 @@ def test_hostile_sequences(gpu: object) -> None:
 
 
 def test_codes_score_as_the_logits(gpu: object) -> None:
-    """The normaliser of the scores is that of the scores that are served."""
+    """The normaliser of the scores matches the served scores."""
     case = CASES[-3]
     given = on_gpu(loss_inputs(case))
     _, _, index_lse, *_ = run_loss(mla_cupy.indexer_warmup_loss, **given, **case.options, gradients=False)
@@ -148,7 +148,7 @@ def test_codes_score_as_the_logits(gpu: object) -> None:
 
 @pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[13], CASES[14]], ids=lambda case: case.id)
 def test_ranks(case: LossCase, gpu: object) -> None:
-    """Of tensor parallelism, with the loss in chunks, against one rank that has all heads."""
+    """Ranks of tensor parallelism, with the loss in chunks, against one rank with all heads."""
     inputs = loss_inputs(case)
     exact = reference.indexer_warmup_loss(**inputs, **case.options)
     for kernel in kernels(case):
@@ -161,7 +161,7 @@ def test_ranks(case: LossCase, gpu: object) -> None:
 
 
 def test_without_lse(gpu: object) -> None:
-    """As with that of attention: the package's own, over the keys as pages."""
+    """The result equals the one with attention's lse: the package's own, over the keys as pages."""
     inputs = loss_inputs(LossCase(s_q=256, s_kv=256, h=64, h_i=64, d=576, d_i=128))
     given = on_gpu(inputs)
     pages = {"block_table": upload(np.arange(4, dtype=np.int32)[None]), "seqlens": upload(np.array([256], np.int32))}

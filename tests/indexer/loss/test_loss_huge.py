@@ -33,7 +33,7 @@ LISTS = ["indexer_loss_generic_scores", "indexer_loss_sm90_list_scores"]
 
 
 def huge_inputs(case: LossCase) -> dict[str, Array]:
-    """The log-sum-exps, where they are given, are those of these queries and keys."""
+    """The log-sum-exps, if passed, belong to these queries and keys."""
     inputs = loss_inputs(case)
     integers = np.random.default_rng(case.s_kv).integers(-3, 4, case.s_kv)
     integers[0] = 5
@@ -41,7 +41,7 @@ def huge_inputs(case: LossCase) -> dict[str, Array]:
     inputs["q"][..., 0] = np.ldexp(1.0, SIZES)
     inputs["k"][...] = 0
     inputs["k"][:, 0] = integers
-    if case.target == "per_head":  # the last ordinary target beside huge scores of the indexer
+    if case.target == "per_head":  # the last ordinary target, with huge scores of the indexer
         inputs["weights"][:, 1] = 2.0**40
     if case.lse:
         inputs["lse"] = attention_of(case, inputs).attention_lse.astype(np.float32)

@@ -25,7 +25,7 @@ MODES = (("late", 0), ("random", 1), ("early", 0))
 
 
 def run(case: LossCase) -> None:
-    """On the generic kernels, in chunks of a few tokens."""
+    """Run the generic kernels, in chunks of a few tokens."""
     inputs = loss_inputs(case)
     options = {"kernel": "indexer_loss_generic_scores", "buffer_bytes": 2 * 8 * 128}
     with simulated(1):

@@ -142,7 +142,7 @@ def test_by_definition() -> None:
 
 
 def test_mass_elsewhere_cancels() -> None:
-    """The same lse more for all heads: the target is normalised again."""
+    """A common addition to the lse of all heads cancels: the target is normalised again."""
     given = inputs()
     lse = np.log(np.exp(np.einsum("qhd,kd->qhk", given["q"], given["k"]) * 5**-0.5).sum(axis=2))
     more = indexer_warmup_loss(**given, lse=lse + 0.5, causal=False)

@@ -95,7 +95,7 @@ def test_scale_is_required(function: Loss, inputs: Callable[[], dict[str, Any]])
 
 
 def test_causal_by_default() -> None:
-    """In both stages, and in the sums of heads with indices and without."""
+    """Both stages are causal by default, and so are the sums of heads with indices and without."""
     packed = {"cu_seqlens_q": np.array([0, 2, 5], np.int32), "cu_seqlens_kv": np.array([0, 4, 9], np.int32)}
     inputs = loss_inputs(LossCase(sequences=((2, 4), (3, 5))))
     given = {name: x for name, x in inputs.items() if name not in packed} | {"packed": Packed(**packed)}

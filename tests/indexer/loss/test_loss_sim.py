@@ -39,7 +39,7 @@ def run(case: LossCase, inputs: dict[str, Any], cc: tuple[int, int] = (9, 0), **
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_generic(case: LossCase) -> None:
-    """In chunks of one token, with poison in the keys that nobody sees."""
+    """Chunks of one token, with poison in the keys that nobody sees."""
     inputs = loss_inputs(case)
     got = run(case, inputs, (8, 0) if case.causal else (9, 0), buffer_bytes=1 if case.s_q < 5 else 1 << 20)
     check_loss(got, reference.indexer_warmup_loss(**inputs, **case.options))
@@ -95,7 +95,7 @@ HEAD_CASES = [
         sequences=((4, 2), (0, 3), (4, 6)),
         weights="bfloat16",
     ),
-    LossCase(s_q=2, s_kv=4, h=2, h_i=1, d=64, d_i=32, d_v=20),  # attention alone, beside sums over heads
+    LossCase(s_q=2, s_kv=4, h=2, h_i=1, d=64, d_i=32, d_v=20),  # attention alone, with sums over heads
 ]
 LARGE_HEAD_CASES = [
     LossCase(s_q=130, s_kv=140, h=1, h_i=1, d=64, d_i=32, d_v=20, target="per_head", target_scale=0.3),
@@ -107,7 +107,7 @@ ALL_HOPPER_CASES = [*HOPPER_CASES, *LARGE_HOPPER_CASES, *HEAD_CASES, *LARGE_HEAD
 
 
 def hopper_kernels(case: LossCase) -> tuple[str, set[str]]:
-    """The main kernel, and what makes that of the attention which is asked for or missing."""
+    """The main kernel, and the kernel for requested or missing results of the attention."""
     if case.target == "per_head":
         return HEADS, set()
     if case.d_v:
@@ -260,7 +260,7 @@ def test_the_workspace_is_bounded() -> None:
     ids=["lse", "its own lse", "codes", "a smaller buffer", "per head"],
 )
 def test_the_workspace_of_131072_keys(changes: dict[str, Any], kernel: str, mebibytes: int) -> None:
-    """As the kernels' page says; a float32 per query and key would be 64 GiB."""
+    """The workspace matches the kernels' page; a float32 per query and key would be 64 GiB."""
     sizes = {"s_q": 131_072, "s_kv": 131_072, "heads": 128, "index_heads": 64, "head_dim": 576, "index_dim": 128}
     config = LOSS.configure(LossProblem(**{**sizes, **changes}), fake_gpu(1))
     assert config.kernel.name == kernel
@@ -306,7 +306,7 @@ def test_hostile_sequences() -> None:
 
 
 def test_nothing_where_it_is_not_seen() -> None:
-    """NaN in a row reaches that row's results, and those of the keys, only."""
+    """NaN in a row reaches that row's results, and the keys' results, only."""
     case = LossCase(s_q=4, s_kv=6, lse=True)
     inputs = loss_inputs(case)
     exact = run(case, inputs)

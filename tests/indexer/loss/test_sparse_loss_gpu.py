@@ -40,7 +40,7 @@ def on_host(results: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def kernels(case: SparseLossCase) -> list[str]:
-    """Those that take the case on this GPU."""
+    """Kernels that support the case on this GPU."""
     problem = LossProblem(case.s_q, case.s_kv, case.h, case.h_i, case.d, case.d_i, topk=case.topk)
     problem = replace(problem, aligned=case.d % 8 == 0)
     return [name for name, one in by_name(SPARSE_LOSS).items() if not one.unsupported(problem, device.describe(0))]
@@ -60,7 +60,7 @@ def test_loss(case: SparseLossCase, deterministic: bool, gpu: object) -> None:
 
 
 def test_the_same_in_every_run(gpu: object) -> None:
-    """Deterministic: all bits, in chunks of any size; else all but those of the gradient by keys."""
+    """Deterministic: all bits, in chunks of any size; else all bits except the gradient's by keys."""
     case = CASES[1]
     given = on_gpu(sparse_loss_inputs(case))
     for deterministic in (False, True):
@@ -102,7 +102,7 @@ def test_a_captured_call_follows_its_indices(gpu: object) -> None:
 
 @pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.id)
 def test_ranks(case: SparseLossCase, gpu: object) -> None:
-    """Of tensor parallelism, in chunks, against one rank that has all heads."""
+    """Ranks of tensor parallelism, in chunks, against one rank with all heads."""
     inputs = sparse_loss_inputs(case)
     options = {"causal": case.causal, "buffer_bytes": 1 << 16}
     total = sum(run_loss(mla_cupy.indexer_head_sums, **on_gpu(mine), **options) for mine in shares(inputs, 3))

@@ -100,7 +100,7 @@ def test_what_hopper_does_not_take() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_equals_the_oracle(case: SparseLossCase, deterministic: bool) -> None:
-    """In chunks of one token or all, with poison in the keys that nobody selects."""
+    """Chunks of one token or all, with poison in the keys that nobody selects."""
     inputs = sparse_loss_inputs(case)
     limit = 1 if case.lse else 1 << 20
     got = run(case, inputs, (8, 0) if case.causal else (9, 0), deterministic=deterministic, buffer_bytes=limit)
@@ -172,7 +172,7 @@ def test_all_keys_selected_is_the_warmup_loss() -> None:
 
 
 def test_the_workspace_is_linear() -> None:
-    """In tokens, at lists of one length: there is nothing of tokens times keys."""
+    """The workspace grows linearly in the tokens, for lists of one length."""
     sizes = []
     for s in (256, 512, 1024):
         inputs = sparse_loss_inputs(SparseLossCase(s_q=s, s_kv=s, d=4, lse=True))
@@ -185,7 +185,7 @@ def test_the_workspace_is_linear() -> None:
 
 @pytest.mark.parametrize(("deterministic", "mebibytes"), [(False, 1634), (True, 1955)])
 def test_the_workspace_of_131072_keys(deterministic: bool, mebibytes: int) -> None:
-    """As the kernels' page says: of lists of 2,048 keys, which take 1,024 of them."""
+    """The workspace matches the kernels' page: chunks of 1,024 lists of 2,048 keys."""
     problem = LossProblem(131_072, 131_072, 128, 64, 576, 128, topk=2048, deterministic=deterministic)
     config = SPARSE_LOSS.configure(problem, fake_gpu(1))
     assert config.kernel.name == HOPPER

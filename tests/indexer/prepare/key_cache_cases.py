@@ -68,7 +68,7 @@ def empty(case: KeyCase) -> Array:
 
 
 def make(case: KeyCase) -> tuple[dict[str, Array], Array, dict[str, Any]]:
-    """The key, its RoPE tables, and slots of which some are hostile; the cache; the options."""
+    """The key, its RoPE tables, and slots, some hostile; the cache; the options."""
     inputs = arrays("prepare_k", case.d, tokens=case.n, seed=case.n)
     if not case.rope:
         inputs = {"k": inputs["k"]}

@@ -50,6 +50,6 @@ def both(d: int, pairs: int = 0, tokens: int = 5, heads: int = 3) -> dict[str, A
 
 
 def expected(name: str, inputs: dict[str, Array], **options: Any) -> list[Array]:
-    """The oracle's codes, as bytes, and its weights or scales; of "prepare" those of keys, too."""
+    """The oracle's codes, as bytes, and its weights or scales; for "prepare" also the keys'."""
     results = getattr(reference, f"indexer_{name}")(**inputs, **options)
     return rounded(results, ("uint8", "float32") * (len(results) // 2))

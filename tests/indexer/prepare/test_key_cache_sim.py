@@ -78,7 +78,7 @@ def test_keys_in_e2m1_as_e4m3() -> None:
 
 
 def test_gathered_keys_score_as_those_in_pages() -> None:
-    """Contiguous logits of keys that were gathered are those of the pages."""
+    """Contiguous logits of gathered keys equal the paged ones."""
     inputs = paged_inputs(PagedCase(b=1, h=3, page_size=16, seqlens=(40,), e2m1=True))
     slots = (inputs["block_table"][0, :3, None].astype(np.int64) * 16 + np.arange(16)).reshape(-1)[:40]
     with simulated(1):

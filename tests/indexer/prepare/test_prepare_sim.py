@@ -28,7 +28,9 @@ FLAGS = [
 
 @pytest.fixture(autouse=True)
 def _groups_take_vectors_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there are many. `test_one_vector_of_a_group`, and the tests of the cache, are about few."""
+    """Make groups process vectors in turn, as with many of them. `test_one_vector_of_a_group`, and the tests of the
+    cache, cover few.
+    """
     monkeypatch.setattr(quantize, "MANY_VECTORS", 1)
 
 
@@ -91,7 +93,7 @@ def test_keys_with_their_norm(d: int, pairs: int, cc: tuple[int, int]) -> None:
 
 
 def test_the_norm_is_that_of_the_field() -> None:
-    """In float64, from its formula: what is left are roundings to bfloat16 and e4m3."""
+    """The norm in float64, from its formula: only roundings to bfloat16 and e4m3 remain."""
     k, d = np.random.default_rng(2).standard_normal((6, 128)) * 3 + 5, 128
     inputs = {"k": k.astype(ml_dtypes.bfloat16), **norm(d)}
     tables = {"cos": np.ones((1, 32), np.float32), "sin": np.zeros((1, 32), np.float32)}
@@ -136,7 +138,7 @@ def test_queries_and_keys_at_any_address() -> None:
 @pytest.mark.parametrize("slot_dtype", ["int32", "int64"])
 @pytest.mark.parametrize("d", [64, 128])
 def test_queries_and_keys_to_pages(d: int, slot_dtype: str) -> None:
-    """The same pages as by the append alone, and the same queries; hostile slots are skipped."""
+    """The pages equal the append's, and the queries the separate call's; hostile slots are skipped."""
     inputs = both(d, tokens=9)
     slots = np.array([3, -1, 12, 2**31 - 1, -(2**31), 0, 11, 5, 7]).astype(slot_dtype)
     if slot_dtype == "int64":
@@ -158,7 +160,7 @@ def test_queries_and_keys_to_pages(d: int, slot_dtype: str) -> None:
 
 
 def test_no_number_stays_where_it_is() -> None:
-    """Without the transform; the codes of NaN are 0x7f, and the other vectors are those of the oracle."""
+    """Without the transform; the codes of NaN are 0x7f, and the other vectors equal the oracle's."""
     inputs = arrays("prepare_k", 64, tokens=6)
     clean = expected("prepare_k", inputs, hadamard=False)
     inputs["k"][5, 40], inputs["k"][5, 41] = np.nan, np.inf

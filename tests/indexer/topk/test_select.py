@@ -79,7 +79,7 @@ def test_mistakes_are_found_before_a_launch(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.uint64])
 def test_numbers_of_numpy(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of 8 bits cannot be taken from a length."""
+    """NumPy integers of 8 bits cannot be subtracted from a length."""
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     inputs = logits_inputs(LogitsCase(s_q=2, s_kv=300, h=3, d=32, dtype="uint8"))
     wanted = mla_cupy.indexer_select(**inputs, topk=9, keep_first=2, keep_last=3)

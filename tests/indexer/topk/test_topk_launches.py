@@ -1,4 +1,4 @@
-"""What a call of `indexer_topk` asks of the driver, and mistakes that the record does not describe."""
+"""Driver calls of `indexer_topk`, and mistakes that the description does not cover."""
 
 from __future__ import annotations
 

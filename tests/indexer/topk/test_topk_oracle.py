@@ -12,7 +12,7 @@ INF, NAN = np.inf, np.nan
 
 
 def test_the_order() -> None:
-    """From the last to the first; what is equal has equal keys."""
+    """The order from the last to the first; equal logits have equal keys."""
     ladder = np.array([NAN, -INF, -3e38, -1.0, -1e-45, 0.0, 1e-45, 1.0, 3e38, INF], np.float32)
     assert (np.diff(order_keys(ladder).astype(np.int64)) > 0).all()
     minus_zero, minus_nan = order_keys(np.array([-0.0, -NAN], np.float32))
@@ -21,7 +21,7 @@ def test_the_order() -> None:
 
 
 def brute(row: list[float], k: int) -> list[int]:
-    """By a sort that knows each rule by itself."""
+    """Selection by a sort with each rule written out."""
     return sorted(range(len(row)), key=lambda s: (np.isnan(row[s]), -row[s] if not np.isnan(row[s]) else 0, s))[:k]
 
 

@@ -81,7 +81,7 @@ def test_on_a_gpu(stand_ins: None, gpu: DeviceInfo, kernel: str, case: SparseCas
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", BLACKWELL)
 def test_in_the_simulator(stand_ins: None, kernel: str) -> None:
-    """As a program for Hopper."""
+    """A program for Hopper in the simulator."""
     inputs = make(SparseCase(s_q=1, s_kv=60, h_q=16, topk=33, d_qk=576, invalid=0.0))
     with simulated(2, (9, 0), "late") as target:
         got: Any = flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.options, kernel=kernel)

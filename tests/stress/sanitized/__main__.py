@@ -14,7 +14,7 @@ from tests.stress.sanitized.families import FAMILIES
 
 
 def outcome(call: Call) -> str:
-    """What became of it, in a word."""
+    """Result of a run, in one word."""
     try:
         call.run()
     except UnsupportedDeviceError:

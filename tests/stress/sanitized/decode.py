@@ -16,7 +16,7 @@ from tests.support.gpu import run_and_check, uploaded
 from tests.support.kernels import DECODE_KERNELS, NARROW_KERNELS, takes
 from tests.support.tolerance import check
 
-#: One sequence, whose tiles are splits of one work item each; and so many that a block has several.
+#: One sequence with a split per tile; and enough sequences that a block has several work items.
 ONE = DecodeCase(b=1, seqlens=(400,))
 SEVERAL = DecodeCase(b=140, seqlens=(130, 0, 65, 70), page_size=16, missing_pages=1)
 SHAPES = ((ONE, True), (SEVERAL, False))

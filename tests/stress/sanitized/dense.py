@@ -27,7 +27,7 @@ FEW = (
     ),
     DenseCase(((70, 150),), d_qk=128, d_v=128, h_q=2, dtype="float16", causal=False, k_rope="per_head"),
 )
-#: So many tiles that a block has several.
+#: Enough tiles for several per block.
 MANY = (DenseCase(((130, 130), (90, 200)) * 8, h_q=10, h_kv=5),)
 #: e4m3 codes, which have kernels of their own.
 CODED = (
@@ -63,7 +63,7 @@ def attend(case: DenseCase, **options: Any) -> None:
 
 
 def differentiate(case: DenseCase, **options: Any) -> None:
-    """The same backward."""
+    """Run the backward."""
     inputs = make_gradients(case, dlse=True)
     check_gradients(backward.run(inputs, **options), inputs)
 

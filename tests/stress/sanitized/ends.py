@@ -64,7 +64,7 @@ def index(d: int, to: To, back: Back) -> None:
 
 
 def absorb(t: int, h: int, d_nope: int, to: To, back: Back) -> None:
-    """Beside a RoPE part; the weights are columns of a larger matrix, the queries those of longer ones."""
+    """Beside a RoPE part; the weights are columns of a larger matrix, the queries of longer ones."""
     rng = np.random.default_rng(t)
     w_uk, _ = kv_b_proj(rng, h, d_nope, 64, "bfloat16")
     q = rng.standard_normal((t, h, d_nope + 64), np.float32).astype(w_uk.dtype)
@@ -75,7 +75,7 @@ def absorb(t: int, h: int, d_nope: int, to: To, back: Back) -> None:
 
 
 def merge_project(n: int, b: int, s_q: int, h: int, d_head: int, to: To, back: Back) -> None:
-    """With a gate; states that are empty have NaN."""
+    """Merge and project with a gate; empty states have NaN."""
     given = states(n, b, s_q, h, d_head)
     got = mla_cupy.merge_project(**{name: to(x) for name, x in given.arrays.items()}, out_dtype="float32")
     exact, exact_lse = reference.merge_project(*given, rounding="bfloat16")
@@ -85,7 +85,7 @@ def merge_project(n: int, b: int, s_q: int, h: int, d_head: int, to: To, back: B
 
 
 def decode_and_project(case: DecodeCase, to: To, back: Back) -> None:
-    """With a gate."""
+    """Decode and project with a gate."""
     inputs, rng = make(case), np.random.default_rng(0)
     _, w_uv = kv_b_proj(rng, case.h_q, 128, 128, case.dtype)
     gate = rng.standard_normal((case.b, case.s_q, case.h_q, 128)).astype(w_uv.dtype)
@@ -96,7 +96,7 @@ def decode_and_project(case: DecodeCase, to: To, back: Back) -> None:
 
 
 def forms(case: FormCase, kernel: str, to: To, back: Back) -> None:
-    """By the kernel that the case is for."""
+    """Optional inputs, with the case's kernel."""
     inputs = form_inputs(case)
     given: dict[str, Any] = {name: to(x) for name, x in inputs.arrays.items()}
     got = mla_decode(**given, **inputs.options, kernel=kernel)

@@ -45,7 +45,7 @@ PAGED_CASES = (
     PagedCase(b=4, s_q=4, h=128, seqlens=(70, 64, 300, 5), per_token=True),
     PagedCase(b=2, s_q=3, h=7, d=64, page_size=32, seqlens=(300, 77)),
 )
-#: So many tiles and pages that a block has several.
+#: Enough tiles and pages for several per block.
 MANY = LogitsCase(s_q=270, s_kv=1300, h=9, dtype="uint8")
 #: And more blocks of queries than are counted without a schedule.
 LONG = LogitsCase(s_q=1040, s_kv=130, h=1, dtype="uint8")
@@ -83,7 +83,7 @@ def logits(case: LogitsCase, kernel: str) -> None:
 
 
 def half(case: LogitsCase) -> None:
-    """With sums in float16."""
+    """Run with sums in float16."""
     inputs = logits_inputs(case)
     got = mla_cupy.indexer_logits(**_uploaded(inputs), accumulate="float16")
     check_logits(fetch(got), inputs, reference.indexer_logits(**inputs), IN_FLOAT16)
@@ -96,7 +96,7 @@ def pages(case: PagedCase, kernel: str) -> None:
 
 
 def within(operation: Callable[..., Any], inputs: dict[str, Any], exact: Array, kernel: str) -> None:
-    """In a larger array, of which nothing else is written; without `clean`, nothing that a query does not see is."""
+    """Write inside a larger array and nowhere else; without `clean`, nothing is written that a query does not see."""
     unseen, keys = np.isneginf(exact), exact.shape[-1]
     for out_dtype, clean in (("float32", True), ("bfloat16", False)):
         memory = upload(np.full((*exact.shape[:-1], keys + 8), 7, dtypes.numpy_dtype(out_dtype)))

@@ -71,7 +71,7 @@ def sparse_stage(case: SparseLossCase, kernel: str, deterministic: bool) -> None
 
 
 def ranks(case: LossCase) -> None:
-    """Of tensor parallelism."""
+    """Ranks of tensor parallelism."""
     inputs = loss_inputs(case)
     options = {"causal": case.causal, "buffer_bytes": 1 << 14}
     total = sum(run_loss(mla_cupy.indexer_head_sums, **_uploaded(mine), **options) for mine in shares(inputs, 2))
@@ -81,7 +81,7 @@ def ranks(case: LossCase) -> None:
 
 
 def _error(kernel: str) -> float:
-    """What may be wrong; bins of deterministic sums hold fewer bits than float32."""
+    """Allowed error; bins of deterministic sums hold fewer bits than float32."""
     return TENSOR_CORE_ERROR if "sm90" in kernel else 3e-4
 
 

@@ -48,7 +48,7 @@ def tree(kernel: str, case: DecodeCase) -> None:
 
 
 def planned(kernel: str, case: DecodeCase, **options: Any) -> None:
-    """With a plan, which is updated twice."""
+    """Run with a plan, which is updated twice."""
     inputs = make(case)
     sizes = {name: x for name, x in case.options.items() if name.startswith("cp_")}
     plan = plan_of(inputs, kernel=kernel, **sizes, **options)
@@ -58,7 +58,7 @@ def planned(kernel: str, case: DecodeCase, **options: Any) -> None:
 
 
 def batch_invariant(kernel: str, case: DecodeCase) -> None:
-    """With short splits, so that there are some to merge."""
+    """Run with short splits, so that there are some to merge."""
     planned(kernel, case, batch_invariant=True, split_tokens=128)
 
 

@@ -16,7 +16,7 @@ FEW = (
     SparseCase(s_q=6, s_kv=90, h_q=5, topk=40, sequences=((2, 30), (0, 5), (3, 40)), causal=True),
     SparseCase(s_q=2, s_kv=90, h_q=64, topk=70, invalid=1.0, sink=True),
 )
-#: So many queries that a block has several.
+#: Enough queries for several per block.
 MANY = (
     SparseCase(s_q=280, s_kv=200, h_q=7, topk=70, lengths=True, sink=True),
     SparseCase(s_q=140, s_kv=90, h_q=70, topk=70, d_qk=512, dtype="float16"),

@@ -11,7 +11,7 @@ from tests.stress.sanitized import Call
 from tests.support.gpu import fetch, upload
 from tests.support.kernels import by_name
 
-#: So many queries that a block has several.
+#: Enough queries for several per block.
 MANY = (
     SparseDecodeCase(b=280, h_q=7, topk=70, lengths=True, sink=True),
     SparseDecodeCase(record="v4", b=70, s_q=2, h_q=64, topk=40, extra=33, lengths=True),
@@ -21,7 +21,7 @@ TURNED = SparseDecodeCase(record="v4", s_q=2, h_q=9, sink=True, turned=True)
 
 
 def calls() -> Iterator[Call]:
-    """Every kernel that multiplies in 16 bits; that with products in FP8 is among those of `sparse_records`."""
+    """Every kernel with 16-bit matmuls; `sparse_records` covers the FP8 kernel."""
     for kernel in (name for name, each in by_name(SPARSE_DECODE).items() if each.math == "exact"):
         for case in (*CASES, *MORE_CASES, *MANY, TURNED):
             run = partial(check, fitting(case, kernel), upload, fetch, kernel)

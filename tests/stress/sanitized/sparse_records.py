@@ -22,7 +22,7 @@ from tests.stress.sanitized import Call
 from tests.support.gpu import fetch, upload
 from tests.support.sparse_cases import SparseCase
 
-#: So many queries that a block has several.
+#: Enough queries for several per block.
 MANY = (
     RecordCase(SparseCase(s_q=280, s_kv=200, h_q=7, topk=70, lengths=True, sink=True)),
     RecordCase(SparseCase(s_q=140, s_kv=100, h_q=70, topk=70, d_qk=512, dtype="float16"), "v4", page_size=50),

@@ -49,7 +49,7 @@ def ranges(width: int) -> None:
 
 
 def select() -> None:
-    """In chunks: the top-k of the logits, which are compared with the oracle elsewhere."""
+    """Select in chunks: the top-k of the logits, which are compared with the oracle elsewhere."""
     inputs = {name: upload(x) for name, x in logits_inputs(LogitsCase(s_q=19, s_kv=390, h=12, dtype="uint8")).items()}
     bounds = {name: inputs[name] for name in ("ks", "ke")}
     got = mla_cupy.indexer_select(**inputs, topk=70, buffer_bytes=8 * 4 * 390)
@@ -60,7 +60,7 @@ def select() -> None:
 
 
 def select_paged(slots: bool) -> None:
-    """In chunks of two sequences."""
+    """Select in chunks of two sequences."""
     given = test_select_paged.inputs()
     there = {name: upload(x) for name, x in given.items()}
     got = mla_cupy.indexer_select_paged(**there, topk=5, slots=slots, buffer_bytes=2 * 2 * 4 * 16)

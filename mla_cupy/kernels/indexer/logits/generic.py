@@ -13,7 +13,7 @@ _MAX_GRID_Y = 65535
 
 
 def grid(problem: LogitsProblem, device: DeviceInfo) -> Dim3:
-    """A block per tile of keys and token; tokens take turns beyond the limit of the grid."""
+    """A block per tile of keys and token; tokens wrap around beyond the limit of the grid."""
     return -(-problem.num_keys // TILE_KEYS), min(problem.num_tokens, _MAX_GRID_Y), 1
 
 

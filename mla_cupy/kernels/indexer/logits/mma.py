@@ -19,7 +19,7 @@ _SHORT_LINE = 128
 
 
 def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if reason := needs_ampere(device):
         return reason
     if problem.block_tokens > BLOCK_TOKENS:

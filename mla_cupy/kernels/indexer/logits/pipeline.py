@@ -1,4 +1,4 @@
-"""The logits: a schedule where the kernel wants one, then the kernel."""
+"""The logits: a schedule if the kernel needs one, then the kernel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LogitsConfig:
 
 
 def scheduled(kernel: LogitsKernel, problem: LogitsProblem) -> bool:
-    """True if the kernel wants a schedule."""
+    """True if the kernel needs a schedule."""
     return bool(kernel.tile_keys(problem)) and problem.num_blocks > kernel.short_line
 
 

@@ -27,10 +27,9 @@ BLOCK_TOKENS = 8
 class LogitsProblem:
     """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
-    `block_tokens` consecutive tokens form a block: eight of a prefill, or all of one sequence. `page_size` is 0 where
-    keys are contiguous; `aligned` says that queries and keys start at, and step by, multiples of 16 bytes;
-    `accumulate` is what products may be added up in; `e2m1` says that cached keys are in e2m1, with a scale for each 32
-    elements.
+    `block_tokens` consecutive tokens form a block: eight of a prefill, or all of one sequence. `page_size` is 0 for
+    contiguous keys; `aligned`: queries and keys start at, and step by, multiples of 16 bytes; `accumulate` is the
+    allowed accumulator; `e2m1`: cached keys are in e2m1, with a scale per 32 elements.
     """
 
     num_tokens: int
@@ -57,7 +56,7 @@ class LogitsProblem:
 
 
 class LogitsOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     accumulate: str
     clean: bool
@@ -85,14 +84,14 @@ class LogitsKernel(KernelSpec[LogitsProblem]):
     Attributes
     ----------
     variant : callable
-        `variant(problem)`: the build that it takes.
+        `variant(problem)`: the build for a problem.
     grid : callable
         `grid(problem, device)`.
     tile_keys : callable
         `tile_keys(problem)`: keys of the tiles that the schedule cuts into shares, one for each block of the grid; 0:
         it needs none.
     short_line : int
-        For so many blocks of tokens the kernel needs no schedule: it cuts their tiles into shares itself.
+        Up to this many blocks of tokens the kernel needs no schedule: it cuts their tiles into shares itself.
     maps : callable
         `maps(call)`: its tensor maps, by the names of the arrays.
     """

@@ -27,7 +27,7 @@ _WIDTHS = (1, 2, 4, BLOCK_TOKENS)
 
 
 def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if device.arch not in BLACKWELL:
         return needs_cc(device, "10.0", "10.3")
     if problem.dtype != CODES[0]:
@@ -42,7 +42,7 @@ def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
 
 
 def _not_in_pages(problem: LogitsProblem) -> Reason | None:
-    """Reason that the kernel cannot take keys in pages; None if it can."""
+    """Reason why the kernel does not support paged keys; None if it does."""
     if problem.e2m1:
         return NO_E2M1
     if problem.head_dim != HEAD_DIM:
@@ -84,7 +84,7 @@ def maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
 
 
 def variant(problem: LogitsProblem) -> Variant:
-    """The build that a problem takes."""
+    """The build for a problem."""
     tokens = _width(problem.block_tokens) if problem.page_size else BLOCK_TOKENS
     return Variant(head_dim=problem.head_dim, block_tokens=tokens, paged=int(problem.page_size > 0))
 

@@ -26,11 +26,11 @@ TILE_HEADS = 8
 PIECE_BYTES = 128
 """Width of a TMA copy: the span of the swizzle. Beyond a shorter row it writes zeros."""
 _WIDE_MAX_HEADS = 64
-"""Most heads where rows have two pieces: more queries do not fit beside the keys."""
+"""Most heads if rows have two pieces: the queries of more do not fit next to the keys."""
 
 
 def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     if problem.page_size:
@@ -42,18 +42,18 @@ def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
 
 
 def variant(problem: LogitsProblem) -> Variant:
-    """The build that a problem takes."""
+    """The build for a problem."""
     accumulator = "float16" if problem.accumulate == "float16" else "float"
     return Variant(dtype=problem.dtype, head_dim=problem.head_dim, accumulator=accumulator)
 
 
 def tile_keys(accumulator: str) -> int:
-    """Keys of a tile: twice as many where sums take half the registers."""
+    """Keys of a tile: twice the number where sums take half the registers."""
     return 2 * TILE_KEYS if accumulator == "float16" else TILE_KEYS
 
 
 def max_heads(of: LogitsProblem | Variant) -> int:
-    """Most heads whose queries of a block of tokens fit into shared memory."""
+    """Most heads with a block of tokens' queries in shared memory."""
     return MAX_HEADS if TABLE[of.dtype].nbytes * of.head_dim <= PIECE_BYTES else _WIDE_MAX_HEADS
 
 

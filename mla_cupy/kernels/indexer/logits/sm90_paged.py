@@ -33,7 +33,7 @@ _VARIANTS = (
     Variant(block_heads=128, query_tiles=_QUERY_STAGES),
     Variant(block_heads=128, query_tiles=BLOCK_TOKENS),
 )
-"""Builds for as many tokens as are multiplied at once, one per number of heads: weights may stay in registers."""
+"""Builds for the tokens that are multiplied at once, one per number of heads: weights may stay in registers."""
 _E2M1_VARIANTS = (
     Variant(block_heads=_E2M1_HEADS, query_tiles=_QUERY_STAGES * 2, e2m1=1),
     Variant(block_heads=_E2M1_HEADS, query_tiles=_QUERY_STAGES * BLOCK_TOKENS, e2m1=1),
@@ -42,7 +42,7 @@ _E2M1_VARIANTS = (
 
 
 def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     if problem.dtype != CODES[0] or problem.head_dim != HEAD_DIM:
@@ -58,7 +58,7 @@ def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
 
 
 def variant(problem: LogitsProblem) -> Variant:
-    """The build that a problem takes."""
+    """The build for a problem."""
     block = block_heads(problem.heads)
     few, many = _E2M1_VARIANTS if problem.e2m1 else (build for build in _VARIANTS if build.block_heads == block)
     return few if _QUERY_STAGES * problem.block_tokens <= few.query_tiles else many
@@ -83,7 +83,7 @@ def q_map(q: View, heads_at_once: int) -> TensorMapSpec:
 
 
 def cache_maps(cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
-    """The codes of whole pages; and pages as rows of 256 bytes, of which the last has the scales."""
+    """The codes of whole pages; and pages as rows of 256 bytes, the last with the scales."""
     pages, key_bytes = cache.shape[0], cache.shape[-1] - _SCALE_BYTES // PAGE_KEYS
     own_bytes = PAGE_KEYS * key_bytes + _SCALE_BYTES
     page_bytes = cache.strides[0] if pages > 1 else own_bytes

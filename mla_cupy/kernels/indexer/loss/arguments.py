@@ -1,4 +1,4 @@
-"""The parameter struct of the losses' kernels, by what they read: attention, indexer, results, a chunk of tokens."""
+"""The parameter struct of the losses' kernels, by group: attention, indexer, results, a chunk of tokens."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def _sequences(problem: LossProblem, call: Call) -> _Members:
 
 
 def _attention(problem: LossProblem, call: Call, heads: int) -> _Members:
-    """Arrays and sizes of the attention, of which the target is made.
+    """Arrays and sizes of the attention, for the target.
 
-    Without arrays of their own, RoPE columns are the last ones of q and k.
+    Without separate arrays, RoPE columns are the last ones of q and k.
     """
     q_rope, k_rope = call.name("q_rope") or "q", call.name("k_rope") or "k"
     read, written = _log_sum_exps(problem, call)
@@ -91,7 +91,7 @@ def _attention(problem: LossProblem, call: Call, heads: int) -> _Members:
 
 
 def _indexer(problem: LossProblem, call: Call) -> _Members:
-    """Arrays and sizes of the indexer, of which the scores are made."""
+    """Arrays and sizes of the indexer, for the scores."""
     return {
         **_rows(call, "index_q", "weights", "q_scale"),
         **_vectors(call, "index_k", "k_scale"),
@@ -115,7 +115,7 @@ def _results(problem: LossProblem, call: Call) -> _Members:
 
 
 def _chunk(problem: LossProblem, call: Call, chunk: Chunk) -> _Members:
-    """The rows that a chunk has in the workspace. Targets that the caller gives are those of all tokens."""
+    """The rows that a chunk has in the workspace. The caller's targets cover all tokens."""
     return {
         "target": "head_sums" if problem.given_sums else "target_rows",
         "target_stride_elems": call.stride("head_sums") if problem.given_sums else problem.row_stride,

@@ -31,7 +31,7 @@ def _kernel(name: str, about: str, grid: Callable[[LossProblem, int], Dim3], **f
 
 
 def _in_turns(tokens: int) -> int:
-    """Blocks for that many tokens, which take turns beyond the limit of the grid."""
+    """Blocks for that many tokens, which wrap around beyond the limit of the grid."""
     return min(tokens, MAX_GRID_Y)
 
 

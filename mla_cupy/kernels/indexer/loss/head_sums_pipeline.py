@@ -1,7 +1,7 @@
 """Head sums, which the indexer's losses normalise to their target, of one rank: the first half of a loss.
 
-The kernels of the losses make the targets of a chunk of tokens, without scores; then they are copied to the caller's
-array, with zeros for what a token does not see.
+The losses' kernels compute the targets of a chunk of tokens, without scores; these are then copied to the caller's
+array, with zeros for keys that a token does not see.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mla_cupy.runtime.device import DeviceInfo
 
 
 class HeadSumsConfig(LossConfig):
-    """Configuration of the head sums: that of a loss, without scores."""
+    """Configuration of the head sums: a loss without scores."""
 
     @property
     def parts(self) -> Parts:
@@ -46,7 +46,7 @@ class HeadSumsPipeline(Pipeline[HeadSumsConfig]):
         return HeadSumsConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
 
     def workspace(self, config: HeadSumsConfig) -> Layout:
-        """The lists if there are any, the tokens' keys, the log-sum-exps if they are not given, rows of a chunk."""
+        """The lists if there are any, the tokens' keys, the log-sum-exps unless they are passed, rows of a chunk."""
         problem = config.problem
         lists = {} if problem.topk is None else row_lists.list_sizes(problem.s_q, problem.keys)
         return Layout(

@@ -1,4 +1,4 @@
-"""Division of the work of the indexer's losses: numbers that were measured, and what follows from them."""
+"""Division of the work of the indexer's losses: measured numbers, and what follows from them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from mla_cupy.kernels.indexer.loss.problem import TILE_KEYS, TILE_TOKENS, LossPr
 MIN_SPLIT_TOKENS = 32
 """Fewest tokens of a split of those that see a tile of keys: with fewer, starting and storing outweigh the products."""
 ENOUGH_BLOCKS = 1056
-"""Blocks that the gradient by keys wants: eight for each of an H200's multiprocessors."""
+"""Blocks of the gradient by keys: eight for each of an H200's multiprocessors."""
 MAX_KEY_SPLITS = 16
 MAX_SUM_BYTES = 64 << 20
 """Limit of the sums of all splits."""
 MAX_QUERY_BLOCKS = 528
-"""Blocks of a group of heads of the gradient by queries: beyond them a block takes several pairs of tokens, and
-loads for the next while it stores the last."""
+"""Blocks of a group of heads of the gradient by queries: beyond them a block processes several pairs of tokens, and
+loads the next while it stores the last.
+"""
 
 
 def key_splits(problem: LossProblem) -> int:

@@ -1,7 +1,8 @@
-"""The indexer's loss of the sparse stage: lists of keys, then what the warm-up loss does, over the places of the lists.
+"""The indexer's loss of the sparse stage: lists of keys, then the steps of the warm-up loss over the places of the
+lists.
 
-Only the gradients by keys differ: each token adds to those of its list. A deterministic call adds to bins, as the
-sparse backward does, whose kernels make the bins and add them up: `tile/binned_sum.cuh`.
+Only the gradients by keys differ: each token adds to the keys of its list. A deterministic call adds to bins, as the
+sparse backward does; its kernels make the bins and add them up: `tile/binned_sum.cuh`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _FIRST_ZEROED = "selected"
 
 @dataclass(frozen=True)
 class SparseLossConfig(LossConfig):
-    """Configuration of the sparse loss: that of the warm-up loss, with sums of bins."""
+    """Configuration of the sparse loss: the warm-up loss's, with sums of bins."""
 
     @property
     def on_tensor_cores(self) -> bool:
@@ -99,7 +100,7 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
         return SparseLossConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
 
     def workspace(self, config: SparseLossConfig) -> Layout:
-        """The lists, the attention's log-sum-exps if they are not given, the rows of a chunk, and the sums."""
+        """The lists, the attention's log-sum-exps unless they are passed, the rows of a chunk, and the sums."""
         problem = config.problem
         elements = config.chunk * problem.row_stride
         per_row, one = (FLOAT * problem.s_kv, FLOAT) if config.binned else (0, 0)

@@ -1,8 +1,8 @@
 """The indexer's warm-up loss: the keys of each token, the attention's log-sum-exps, then chunk by chunk of tokens the
 targets and scores, the divergence of each row, and the gradients.
 
-What a chunk holds of all keys is bounded by the caller's limit, so that the workspace grows with the keys, not with
-their square. Gradients by keys are carried from chunk to chunk.
+The caller's limit bounds a chunk's data for all keys, so that the workspace grows with the keys, not with their square.
+Gradients by keys are carried from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class LossPipeline(Pipeline[LossConfig]):
         return LossConfig(problem, chosen, chunk, attention_kernel(problem, device, on_hopper))
 
     def workspace(self, config: LossConfig) -> Layout:
-        """The tokens' keys, the attention's log-sum-exps if they are not given, the rows of a chunk, the sums."""
+        """The tokens' keys, the attention's log-sum-exps unless they are passed, the rows of a chunk, the sums."""
         problem = config.problem
         elements = 0 if config.without_rows else config.chunk * problem.rows_per_token * problem.row_stride
         keys = problem.s_kv * problem.index_dim
@@ -157,8 +157,8 @@ class LossPipeline(Pipeline[LossConfig]):
 def chunk_tokens(
     problem: LossProblem, bytes_per_key: int = 2 * FLOAT, unit: int = 1, tensor_cores: bool = False
 ) -> int:
-    """Tokens of a chunk: as many as have all rows within the limit, targets, scores and, on tensor cores, copies of
-    codes; one at least. More than `unit` tokens are a multiple of it; chunks are about equal.
+    """Tokens of a chunk: the most whose rows fit into the limit (targets, scores and, on tensor cores, copies of
+    codes), and at least one. More than `unit` tokens are a multiple of it; chunks are about equal.
     """
     copies = tensor_cores and problem.codes and problem.gradients
     copied = _HALF * problem.index_heads * problem.index_dim if copies else 0

@@ -23,12 +23,11 @@ TILE_KEYS, TILE_TOKENS = 128, 128
 class LossProblem:
     """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
-    `value_dim` is 0 without an output of the attention; with it, there is an array for its log-sum-exps. `needs_lse`
-    says that the target's have to be computed. `aligned` says that queries and keys, of both kinds, start
-    at, and step by, multiples of 16 bytes. In the sparse stage, a token has a list of `topk` keys. `given_sums` says
-    that somebody else has summed the target over heads. `kv_heads` of the keys serve as many heads each; with `pairs`,
-    the last columns of queries or keys are arrays of their own. `codes` says that the index queries and keys are e4m3,
-    `scaled` that they have scales.
+    `value_dim` is 0 without an output of the attention; with it, there is an array for its log-sum-exps. `needs_lse`:
+    the target's log-sum-exps have to be computed. `aligned`: queries and keys, of both kinds, start at, and step by,
+    multiples of 16 bytes. In the sparse stage, a token has a list of `topk` keys. `given_sums`: the target is already
+    summed over heads. `kv_heads` of the keys serve heads / kv_heads heads each; with `pairs`, the last columns of
+    queries or keys are separate arrays. `codes`: the index queries and keys are e4m3; `scaled`: they have scales.
     """
 
     s_q: int
@@ -53,7 +52,7 @@ class LossProblem:
 
     @property
     def first_dim(self) -> int:
-        """Columns of queries and keys that come before the last ones, which may be arrays of their own."""
+        """Columns of queries and keys that come before the last ones, which may be separate arrays."""
         return self.head_dim - (D_ROPE if self.pairs else 0)
 
     @property
@@ -68,7 +67,7 @@ class LossProblem:
 
     @property
     def score_unit(self) -> float:
-        """Factor of the indexer's weights. Those of codes contain it."""
+        """Factor of the indexer's weights. Weights for codes include it."""
         if self.per_head or self.codes:
             return 1.0
         return float(max(1, self.index_heads * self.index_dim) ** -0.5)
@@ -85,7 +84,7 @@ class LossProblem:
 
 
 class WarmupLossOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     scale: float
     target: str
@@ -140,7 +139,7 @@ class LossKernel(KernelSpec[LossProblem]):
     grid : callable
         `grid(problem, tokens)`: for that many tokens.
     variant : callable
-        `variant(problem)`: the build that it takes.
+        `variant(problem)`: the build for a problem.
     maps : callable
         `maps(call, tokens)`: its tensor maps, by the names of the arrays, for a chunk of that many tokens.
     """
@@ -151,5 +150,5 @@ class LossKernel(KernelSpec[LossProblem]):
 
 
 def source(kernel: str) -> str:
-    """The source of a kernel with a file of its own."""
+    """The source of a kernel with a separate file."""
     return f"indexer/loss/{kernel.removeprefix('indexer_loss_')}.cu"

@@ -26,7 +26,7 @@ from mla_cupy.runtime.launching import Dim3
 MANY_PIECES, FEW_PIECES = 9, 2
 """Pieces of a row of queries and keys of the attention."""
 OWN_KEYS = 0
-"""Number of pieces where heads have keys of their own."""
+"""Number of pieces if heads have separate keys."""
 ROW_PIECES = (2, 3, 4, MANY_PIECES)
 """Numbers of pieces of the log-sum-exps."""
 CODES = "float8_e4m3fn"
@@ -37,13 +37,13 @@ BLOCK_TOKENS, BLOCK_HEADS = 2, 64
 MAX_LIST_HEADS = 128
 """Most heads of a token in the kernels of lists."""
 MAX_ROW_VALUES = 128
-"""Width of the values that the kernel of rows takes."""
+"""Width of the values that the kernel of rows supports."""
 _CHUNK_ELEMS = 8
 
 
 # ---- Problems --------------------------------------------------------------------------------------------------
 def _needs_hopper(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that none of the kernels can take the problem; None if they can."""
+    """Reason why none of the kernels supports the problem; None if they do."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     if 0 in (problem.s_q, problem.s_kv):
@@ -52,32 +52,32 @@ def _needs_hopper(problem: LossProblem, device: DeviceInfo) -> Reason | None:
 
 
 def _all_keys(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that kernels of all keys cannot take the problem."""
+    """Reason against kernels of all keys."""
     lists = Reason("takes all keys, not lists of them") if problem.topk is not None else None
     return _needs_hopper(problem, device) or lists
 
 
 def _rows_of_heads(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that kernels whose rows are the tokens of one head cannot take the problem."""
+    """Reason against kernels with the tokens of one head as rows."""
     widest = FEW_PIECES * PIECE_COLUMNS
     too_wide = Reason(f"takes d up to {widest}") if problem.head_dim > widest else None
     return _all_keys(problem, device) or _own_keys(problem) or too_wide
 
 
 def _own_keys(problem: LossProblem) -> Reason | None:
-    """Reason that kernels of keys that all heads share, in one array, cannot take the problem."""
+    """Reason against kernels of keys that all heads share, in one array."""
     own = problem.kv_heads > 1 or problem.pairs
     return Reason("takes keys that all heads share, whole") if own else None
 
 
 def _scaled(problem: LossProblem) -> Reason | None:
-    """Reason that kernels of plain bfloat16 cannot take the index queries and keys."""
+    """Reason against kernels of plain bfloat16 index queries and keys."""
     scaled = problem.codes or problem.scaled
     return Reason("takes index queries and keys in bfloat16, without scales") if scaled else None
 
 
 def _summed_over_heads(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that kernels of sums over heads cannot take the problem."""
+    """Reason against kernels of sums over heads."""
     if (reason := _all_keys(problem, device)) is not None:
         return reason
     if problem.per_head:
@@ -87,13 +87,13 @@ def _summed_over_heads(problem: LossProblem, device: DeviceInfo) -> Reason | Non
 
 
 def _per_head(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that kernels of targets per head cannot take the problem."""
+    """Reason against kernels of targets per head."""
     reason = None if problem.per_head else Reason("takes targets per head")
     return _rows_of_heads(problem, device) or _scaled(problem) or reason
 
 
 def _lists(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that kernels that gather the keys of lists cannot take the problem."""
+    """Reason against kernels that gather the keys of lists."""
     if (reason := _needs_hopper(problem, device)) is not None:
         return reason
     if problem.topk is None:
@@ -120,7 +120,7 @@ def _main_pieces(problem: LossProblem) -> int:
 
 
 def _pieces_of_rows(problem: LossProblem) -> Variant:
-    """Build for as many pieces of the attention as there are, or the next larger number."""
+    """Build for the attention's number of pieces, or the next larger one."""
     return Variant(pieces=min(count for count in ROW_PIECES if count >= pieces(problem.head_dim)))
 
 
@@ -191,7 +191,7 @@ def _token_heads(problem: LossProblem, tokens: int) -> Dim3:
 
 # ---- Maps ------------------------------------------------------------------------------------------------------
 def _score_maps(call: Call, tokens: int) -> Maps:
-    """Queries and keys of the attention, then of the indexer: where there are none, of the attention again."""
+    """Queries and keys of the attention, then of the indexer; the attention's again if the indexer has none."""
     index_q, index_k = ("index_q", "index_k") if call.name("index_q") else ("q", "k")
     return (*_main_maps(call, tokens), *_tiles(call, index_q, index_k))
 
@@ -204,7 +204,7 @@ def _main_maps(call: Call, tokens: int) -> Maps:
 
 
 def _head_maps(call: Call, tokens: int) -> Maps:
-    """Queries and keys of the attention, then of the indexer, and values: where there are none, the keys again."""
+    """Queries and keys of the attention, then of the indexer, and values; the keys again if there are none."""
     values = finite_value_map(call) if call.name("v") else ("k", key_map(call.view("k")))
     return (*_tiles(call, "q", "k"), *_tiles(call, "index_q", "index_k"), values)
 

@@ -13,9 +13,9 @@ PIECE_BYTES = 128
 PIECE_COLUMNS = PIECE_BYTES // 2
 """Columns of 16 bits in a piece."""
 FINITE_KEYS = "finite_keys"
-"""The part of the workspace that the gradients take the index keys from."""
+"""The part of the workspace with the index keys for the gradients."""
 DECODED_QUERIES = "decoded_queries"
-"""Name of the workspace's decoded index queries, where these are codes: those of a chunk's tokens."""
+"""Name of the workspace's decoded index queries of a chunk's tokens, where queries are codes."""
 FINITE_VALUES, NONFINITE_TILES = "finite_values", "nonfinite_tiles"
 """Names of the workspace's copy of the values, and of its flags of tiles of keys with NaN or infinities."""
 
@@ -55,7 +55,7 @@ def finite_key_map(call: Call) -> tuple[str, TensorMapSpec]:
 
 
 def gradient_query_map(call: Call, tokens: int, box: tuple[int, int]) -> tuple[str, TensorMapSpec]:
-    """Index queries, or the contiguous copy of those of a chunk."""
+    """Index queries, or the contiguous copy of a chunk's."""
     q = call.view("index_q")
     if q.dtype == "bfloat16":
         return "index_q", query_map(q, box)
@@ -65,7 +65,7 @@ def gradient_query_map(call: Call, tokens: int, box: tuple[int, int]) -> tuple[s
 
 
 def finite_value_map(call: Call) -> tuple[str, TensorMapSpec]:
-    """The copy of the values, whose rows start at multiples of 16 bytes."""
+    """The copy of the values, with rows that start at multiples of 16 bytes."""
     values = call.view("v")
     shape = values.shape[0], values.shape[-1]
     return FINITE_VALUES, key_map(values._replace(ptr=0, shape=shape, strides=(finite_value_stride(shape[1]), 1)))

@@ -124,7 +124,9 @@ class PreparePipeline(Pipeline[PrepareProblem]):
         )
 
     def _is_usual(self, config: PrepareProblem, call: Call) -> bool:
-        """True if the build for DeepSeek-V3.2's options takes the call; queries or keys alone are dense arrays, too."""
+        """True if the build for DeepSeek-V3.2's options supports the call; queries or keys alone must be dense arrays,
+        too.
+        """
         options, cos, cache = call.options, call.views["cos"], call.views.get("cache")
         if cache is not None and holds_e2m1(cache, config.head_dim):
             return False
@@ -159,7 +161,7 @@ def _tables_are_aligned(call: Call) -> bool:
 
 
 def holds_e2m1(cache: View, head_dim: int) -> bool:
-    """True of a cache of index keys in e2m1, which have half as many bytes of codes as elements."""
+    """True for a cache of index keys in e2m1: half a byte per element."""
     return cache.shape[-1] - quantize.SCALE_BYTES < head_dim
 
 

@@ -15,9 +15,9 @@ BLOCK_GROUPS = 16
 WARP_VECTORS = 4
 """Vectors that a warp works on at once: neighbours."""
 GROUP_VECTORS = 4
-"""Vectors that a group takes in turn where there are many."""
+"""Vectors that a group processes in turn if there are many."""
 MANY_VECTORS = 32768
-"""Fewer are one of each group: then what counts is how soon the last one is done."""
+"""Least vectors for this. Fewer vectors go to one group each: the latency of the last one then decides."""
 HEAD_DIMS = (32, 64, 128)
 SCALE_BYTES = 4
 """Bytes of a key's scale in a cache, or of its four scales."""
@@ -34,7 +34,7 @@ class PrepareProblem:
 
 
 class PrepareOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     interleaved: bool
     hadamard: bool
@@ -95,5 +95,5 @@ def max_code(head_dim: int, accumulate: str) -> float:
 
 
 def group_vectors(vectors: int) -> int:
-    """Number of vectors that a group takes in turn."""
+    """Number of vectors that a group processes in turn."""
     return GROUP_VECTORS if vectors >= MANY_VECTORS else 1

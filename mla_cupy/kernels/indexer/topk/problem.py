@@ -21,7 +21,7 @@ class TopkProblem:
 
 
 class TopkOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     k: int
     order: str

@@ -19,7 +19,7 @@ _HAVE_CLUSTERS = (*HOPPER, *BLACKWELL)
 
 
 def in_clusters(problem: TopkProblem, device: DeviceInfo) -> bool:
-    """True if a cluster of blocks takes each row: few rows, longer than a block holds.
+    """True if a cluster of blocks processes each row: few rows, longer than a block holds.
 
     A cluster takes about as long for a row of any length as a block for BLOCK_ELEMS logits that it reads again.
     """
