@@ -14,7 +14,7 @@ struct v32 {
     // Address of the scales of a token in a page.
     MLA_DEVICE static u8* scales(u8*, u8* data, i32, i32) { return data + kLatentChunks * kRecordChunk; }
 };
-// The same without RoPE columns: their bytes are reserved, may hold anything, and are not read.
+// v32 without RoPE columns: their bytes are reserved, may hold anything, and are not read.
 struct v32_nope : v32 {
     using Compact = v32_nope;
 };

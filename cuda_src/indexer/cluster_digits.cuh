@@ -61,10 +61,10 @@ struct FirstDigit {
     }
 };
 
-// Where a bin lies among the counts of a block: digits whose lower bits agree are in different banks.
+// Place of a bin among the counts of a block: digits with equal lower bits are in different banks.
 MLA_DEVICE constexpr i32 cluster_place(i32 bin) { return bin ^ bin >> 5; }
 
-// Where it lies among the counts that are sent: a lane has four of each half.
+// Place of a bin among the counts that are sent: a lane has four of each half.
 MLA_DEVICE constexpr i32 sent_place(i32 bin) {
     const i32 at = cluster_place(bin), half = kClusterBins / 2;
     return at % half / 4 * 8 + at / half * 4 + at % 4;
@@ -114,7 +114,7 @@ struct ClusterDigits {
     MLA_DEVICE ClusterDigits(Counts& s, ClusterDigitBarriers& barriers, i32 own_rank)
         : s(s), arrived(barriers.arrived), own_rank(own_rank) {}
 
-    // By all threads, before they arrive at a barrier of the cluster, which they pass before `find_threshold`.
+    // Called by all threads before they arrive at a barrier of the cluster; they pass it before `find_threshold`.
     MLA_DEVICE void init() {
         const i32 thread = threadIdx.x;
         if (thread < kClusterDigits) {
@@ -127,7 +127,7 @@ struct ClusterDigits {
     MLA_DEVICE void count(i32 digit, i32 bin) { red_shared_inc(smem_addr(&s.histograms[digit][cluster_place(bin)])); }
     MLA_DEVICE void count_first(u32 key) { count(0, FirstDigit::of(key)); }
 
-    // By all threads, of a row with more than k keys, all of which have been counted by their first digit.
+    // Called by all threads, for a row with more than k keys, after all keys were counted by their first digit.
     // for_keys(visit) calls visit(key) for each key of the thread.
     template <class ForKeys>
     MLA_DEVICE ClusterThreshold find_threshold(i32 k, ForKeys for_keys) {
@@ -173,7 +173,7 @@ struct ClusterDigits {
     MLA_DEVICE static uint4 pack(uint4 low, uint4 high) {
         return make_uint4(low.x | low.y << 16, low.z | low.w << 16, high.x | high.y << 16, high.z | high.w << 16);
     }
-    // By a warp.
+    // Called by a warp.
     MLA_DEVICE void send(i32 digit, i32 to_rank) {
         const i32 lane = threadIdx.x % kWarpThreads;
         const ClusterAddr barrier = map_to_rank(smem_addr(&arrived[digit]), to_rank);
@@ -188,7 +188,7 @@ struct ClusterDigits {
         }
     }
 
-    // By a thread per bin, from the highest down.
+    // One thread per bin, from the highest down.
     MLA_DEVICE void look_for(i32 digit, i32 rank) {
         const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
         const i32 bin = kClusterBins - 1 - (i32)threadIdx.x;

@@ -41,7 +41,7 @@ struct ClusterSelect {
         if (key != kNoKey) digits.count_first(key);
     }
 
-    // Of a row with more than k keys. put(n, at): the n-th selected key of the row is the block's key number `at`.
+    // Selects from a row of more than k keys. put(n, at): the n-th selected key of the row is key `at` of the block.
     // `num_keys` is a multiple of 32.
     template <class Put>
     MLA_DEVICE void select(i32 k, i32 num_keys, Put put) {

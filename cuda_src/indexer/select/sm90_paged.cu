@@ -184,7 +184,7 @@ struct Weights {
         for (i32 j = 0; j < kPairs; ++j) pairs[j] = *reinterpret_cast<const float2*>(s.weights + 8 * j + 2 * c);
     }
 
-    // Of products of rows g and g + 8; of these the thread gets one, as RowThread says.
+    // Adds products of rows g and g + 8; the thread gets one of the two sums, see RowThread.
     MLA_DEVICE float sum(const float (&d)[kProducts], i32 c) const {
         float sums[2] = {};
 #pragma unroll
