@@ -220,9 +220,8 @@ class LatentStore:
         cache = self._cache
         if cache is not None and b <= self._max_seqs and pages <= self._max_pages and tokens <= self._max_tokens:
             return
-        room = max(
-            self.options.max_length or 0, length if self.options.max_length else length + max(length // 4, _GROWTH)
-        )
+        most = self.options.max_length
+        room = most if most and length <= most else length + max(length // 4, _GROWTH)
         self._max_seqs, self._max_pages, self._max_tokens = b, -(-room // PAGE), max(8192, tokens)
         made = PagedKVCache(
             self._formats(),

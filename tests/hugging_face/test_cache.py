@@ -179,6 +179,19 @@ def test_steps_in_a_graph(name: str, place: str) -> None:
     assert (step._graph is not None) == (place == "cuda")
 
 
+def test_growth_beyond_max_length() -> None:
+    """A cache that is full grows by more than a page, because it copies all pages each time."""
+    three = models.make("deepseek_v3")
+    cache = LatentCache(three.served.config, max_length=64)
+    argument, room = models.cache_argument(three.served), []
+    for tokens in (64, 1):
+        with torch.no_grad():
+            three.served(models.tokens(1, tokens), **{argument: cache})
+        (store,) = cache.latent_stores.values()
+        room.append(64 * store.cache.block_table.shape[1])
+    assert room == [64, 384], "one page, then 65 tokens and 256 more"
+
+
 def test_a_full_graph_cache() -> None:
     three = models.make("deepseek_v3")
     step = StepGraph(three.served, LatentCache(three.served.config, max_length=8))
