@@ -27,7 +27,7 @@ _MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**126
 
 MODEL_SCALES = (
     "the model's softmax scale: 192**-0.5 for DeepSeek-V2, V3 and V3.2, 256**-0.5 for GLM-5, 128**-0.5 for Mistral "
-    "Small 4, times YaRN's mscale factor where the model uses it"
+    "Small 4, times YaRN's mscale**2 where the model uses it"
 )
 """Softmax scales of models, for the error of a missing `scale`."""
 ACCUMULATE = ("float32", "float16")

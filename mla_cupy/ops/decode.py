@@ -92,7 +92,7 @@ def mla_decode(
         Tokens of each sequence in the cache, the query tokens included; clamped to its pages.
     scale : float
         Factor of the scores: finite, above 0. Pass the model's softmax scale: 192**-0.5 for DeepSeek-V3, times YaRN's
-        mscale factor where the model uses it.
+        mscale**2 where the model uses it.
     q_rope : array, (b, s_q, h_q, 64), dtype of q, optional
         RoPE columns of the queries, where they are a separate array; q then has 512 columns.
     packed : Packed, optional

@@ -75,7 +75,7 @@ def sparse_mla_decode(
         skipped; a slot counts as often as it occurs.
     scale : float
         Factor of the scores: finite, above 0. Pass the model's softmax scale: 192**-0.5 for DeepSeek-V3, times YaRN's
-        mscale factor where the model uses it.
+        mscale**2 where the model uses it.
     topk_length : array, (b,), int32, optional
         Only the first topk_length[i] entries of the lists of sequence i are read; clamped to [0, topk].
     attn_sink : array, (h_q,), float32, optional

@@ -83,7 +83,7 @@ def sparse_mla_forward(
         length in kv. A row counts as often as it occurs.
     scale : float
         Factor of the scores: finite, above 0. Pass the model's softmax scale: 192**-0.5 for DeepSeek-V3, times YaRN's
-        mscale factor where the model uses it.
+        mscale**2 where the model uses it.
     topk_length : array, (s_q,), int32, optional
         Only the first topk_length[i] entries of query i are read; clamped to [0, topk].
     attn_sink : array, (h_q,), float32, optional
@@ -94,7 +94,7 @@ def sparse_mla_forward(
     relative : bool
         With `packed`: True if indices count from the first row of the query's sequence; False if they are row numbers
         of kv, as in cuDNN and Megatron, and rows of other sequences are skipped. Pass the same value to
-        `indexer_select` or `indexer_topk`; their default is False.
+        `indexer_select` (default True) or `indexer_topk` (default False).
     packed : Packed, optional
         Starts of several sequences, both `cu_seqlens_q` and `cu_seqlens_kv`. Default: one sequence. A query outside all
         sequences has no row; a query of several belongs to the first. Values of cu_seqlens_kv are clamped to [0, s_kv],

@@ -81,7 +81,7 @@ def indexer_warmup_loss(
         Weights of the indexer's heads, of any sign, without the factors of W; for codes, with all factors.
     scale : float
         Factor of the main attention's scores: 192**-0.5 for DeepSeek-V3.2, also for absorbed queries, times YaRN's
-        mscale factor.
+        mscale**2.
     q_rope : array, (s_q, h, 64), bfloat16, optional
         The queries' last columns, as for `mla_prefill`.
     k_rope : array, (s_kv, 64), (s_kv, 1, 64) or (s_kv, h_kv, 64), bfloat16, optional
