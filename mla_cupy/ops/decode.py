@@ -119,8 +119,8 @@ def mla_decode(
     plan : DecodePlan, optional
         From `plan_decode`, updated for these `seqlens`: saves the call's scheduling and allocations.
     out : array, (b, s_q, h_q, 512), dtype of q (bfloat16 for e4m3) or float32, optional
-        Memory for the result: a contiguous last axis; start and strides are multiples of 16 bytes. Not for JAX, whose
-        arrays cannot be written.
+        Memory for the result: a contiguous last axis; start and other strides are multiples of 16 bytes. Not for JAX,
+        whose arrays cannot be written.
     lse : array, (b, h_q, s_q), float32, optional
         Memory for the log-sum-exp; any strides.
     workspace : array, (n,), uint8, optional
@@ -146,12 +146,10 @@ def mla_decode(
     ShapeError, DTypeError, DeviceError, ArgumentError, PlanError, UnsupportedDeviceError
         If an argument does not fit, or no kernel fits the GPU. Nothing has been launched or written.
 
-    Notes
-    -----
-    A NaN or Inf reaches only the rows that see it. Results are the same in every run. They depend on the lengths of the
-    other sequences within rounding, unless `plan_decode(batch_invariant=True)`. Weights are rounded to 16 bits: where
-    tokens have equal scores, `out` may be off by one common factor of up to 2^-8 (bfloat16) or 2^-11 (float16). Latents
-    of "v32" are rounded to float16. `conventions.md` lists all limits, including the size of scores.
+    Notes ----- A NaN or Inf reaches only the rows that see it. Results are the same in every run. They depend on the
+    lengths of the other sequences within rounding, unless `plan_decode(batch_invariant=True)`. Weights are rounded to
+    16 bits: where tokens have equal scores, `out` may have one common relative error, up to 2^-8 (bfloat16) or 2^-11
+    (float16). Latents of "v32" are rounded to float16. `conventions.md` lists all limits, including the size of scores.
 
     Examples
     --------

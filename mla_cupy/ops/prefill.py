@@ -135,8 +135,8 @@ def mla_prefill(
     `out` has a contiguous last axis; its start and other strides are multiples of 16 bytes.
 
     Weights are rounded to 16 bits for the product with the values, and `out` is divided by the sum of the weights
-    before rounding: where keys have equal scores, all of `out` may be off by one common factor, up to 2^-8 in bfloat16,
-    2^-11 in float16. The CUDA-core fallback does not round weights.
+    before rounding: where keys have equal scores, all of `out` may have one common relative error, up to 2^-8 in
+    bfloat16, 2^-11 in float16. The CUDA-core fallback does not round weights.
 
     For e4m3 the products of the CUDA-core fallback are exact. Hopper's kernel multiplies in e4m3: the weights of each
     128 keys, counted from the sequence's first, are rounded to e4m3, the largest one being 256, so weights below 2^-18

@@ -91,7 +91,7 @@ def sparse_mla_decode(
         gate step evenly.
     fp8 : Fp8, optional
         For pages of "fp8": `math` must be "fp8", and `kv_scale` is a number. Both matmuls run on the FP8 tensor cores
-        of Hopper; queries and weights are rounded to e4m3, see the notes of `mla_decode`.
+        of Hopper; queries and weights are rounded to e4m3, see `Fp8`.
     batch_invariant : bool
         Give a query the same bits in every call, whatever the other queries, their number and order, and the size of
         the cache. Each list is then split on its own into pieces of `split_tokens`, one thread block per piece.
@@ -136,7 +136,7 @@ def sparse_mla_decode(
     query.
 
     Weights are rounded to 16 bits for the product with the values, and `out` is divided by the sum of the weights
-    before rounding: where tokens have equal scores, all of `out` may be off by one common factor, up to 2^-8 in
+    before rounding: where tokens have equal scores, all of `out` may have one common relative error, up to 2^-8 in
     bfloat16, 2^-11 in float16. The CUDA-core fallback does not round weights.
 
     On tensor cores keys are rounded to 16 bits: latents of "v32" and "v32-nope" to float16, whatever the dtype of q,

@@ -101,7 +101,7 @@ def sparse_mla_forward(
         and a sequence that ends before it starts is empty.
     fp8 : Fp8, optional
         For pages of "fp8": `math` must be "fp8", and `kv_scale` is a number. Both matmuls run on the FP8 tensor cores
-        of Hopper; queries and weights are rounded to e4m3, see the notes of `mla_decode`.
+        of Hopper; queries and weights are rounded to e4m3, see `Fp8`.
     batch_invariant : bool
         Give a query the same bits in every call, whatever the other queries, their number and order, and the size of
         the cache. Each list is then split on its own into pieces of `split_tokens`, one thread block per piece; lists
@@ -158,8 +158,8 @@ def sparse_mla_forward(
     `kernel` names one.
 
     Weights are rounded to 16 bits for the product with the values, and `out` is divided by the sum of the weights
-    before rounding: where rows have equal scores, all of `out` may be off by one common factor, up to 2^-8 in bfloat16,
-    2^-11 in float16. The CUDA-core fallback does not round weights.
+    before rounding: where rows have equal scores, all of `out` may have one common relative error, up to 2^-8 in
+    bfloat16, 2^-11 in float16. The CUDA-core fallback does not round weights.
 
     Rows that a query does not select never reach its result, whatever they contain: NaN, Inf, or unmapped memory (but
     conversion reads all of `kv`). The result does not change from run to run. Within rounding it depends on s_q, on the

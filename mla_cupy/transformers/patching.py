@@ -32,8 +32,8 @@ def patch(model: Any, *, sparse: bool | None = None, context_parallel: Any = Non
         Attend to the tokens that an indexer selects; the model has one of its own or from `add_indexer`. Default: True
         if the model type has an indexer of its own.
     context_parallel : ProcessGroup, optional
-        Divide the tokens of each row over the ranks of this group, for training and prefill without a cache. Each
-        rank calls the model with its part of the batch, see `context_parallel_inputs`; sum gradients over the group.
+        Ranks that each hold a part of every row, for training and prefill without a cache. Call the model on each rank
+        with its part, which `context_parallel_inputs` cuts, and sum the gradients over the group.
     reference : bool
         Also serve tensors on the CPU, with the NumPy reference: slow, for tests.
 
@@ -45,13 +45,14 @@ def patch(model: Any, *, sparse: bool | None = None, context_parallel: Any = Non
     Raises
     ------
     ArgumentError
-        If the model type, its head sizes or this version of transformers are not supported, or `sparse` does not fit;
-        nothing has changed.
+        If the model type, its head sizes or this version of transformers are not supported, or `sparse` is True
+        for a model without an indexer; nothing has changed.
 
     Notes
     -----
     The modules keep their weights, names and hooks; only the forward methods of the attention modules are replaced. A
-    call that no kernel supports runs the stock forward method, and the logger "mla_cupy.transformers" says why, once.
+    call that no kernel supports runs the stock forward method, and the logger "mla_cupy.transformers" names each reason
+    once. With `context_parallel` or an indexer from `add_indexer` it raises `ArgumentError` instead.
 
     Examples
     --------
