@@ -61,7 +61,7 @@ CASES = (
     SparseDecodeCase(topk=70, sm_count=1, b=3, lengths=True, h_q=1),
     SparseDecodeCase(b=1, topk=0),
 )
-#: Cases of V4.1.
+#: Of V4.1.
 V41_CASES = (
     SparseDecodeCase(record="v41", s_q=2, h_q=9, empty=True, sink=True),
     SparseDecodeCase(record="v41", dtype="float16", topk=20, extra=33, lengths=True),
