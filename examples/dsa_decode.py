@@ -37,7 +37,7 @@ class Step:
         self.weights = arrays.zeros((b, INDEX_HEADS), np.float32)
         angles = np.arange(1 << 12)[:, None] * 10000.0 ** -(np.arange(D_ROPE // 2) / (D_ROPE // 2))
         self.cos, self.sin = (arrays.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
-        # What `extend` fills for every step, and where the results go.
+        # Arrays that `extend` fills for every step, and the results' memory.
         self.slots, self.positions = arrays.zeros(b, np.int32), arrays.zeros(b, np.int32)
         self.table = arrays.zeros((b, cache.block_table.shape[1]), np.int32)
         self.seqlens = arrays.zeros(b, np.int32)

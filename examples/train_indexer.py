@@ -68,7 +68,7 @@ class Arrays:
             }
         )
 
-    # What depends on the library.
+    # Methods that depend on the library.
 
     def start(self) -> None:
         self.ops: Any = mla_cupy
@@ -115,7 +115,7 @@ class Arrays:
         self.parameters = self.adam.update(self.parameters, gradients, rate)
         return float(found.kl.mean())
 
-    # What does not.
+    # Methods that work with any library.
 
     def features(self) -> Any:
         """A new sequence, (tokens, width)."""
@@ -276,7 +276,7 @@ def train(options: argparse.Namespace) -> Curve:
             task = progress.add_task(stage, total=steps, loss=np.nan, recall=curve.recall[-1][1])
             for number in range(1, steps + 1):
                 sparse = stage == "sparse stage"
-                # What is left to learn in the sparse stage is small.
+                # The sparse stage has little left to learn, so its rate is lower.
                 curve.loss.append(trainer.step(sparse, options.rate * (0.2 if sparse else 1)))
                 if number % options.every == 0 or number == steps:
                     curve.recall.append((len(curve.loss), trainer.recall(held_out, rows, wanted)))

@@ -30,7 +30,7 @@ from mla_cupy.runtime import cache, nvrtc, worker
 from mla_cupy.runtime.build import Build
 
 ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_100a", "sm_103a")
-#: Of kernels for all GPUs from one on, those that stand for GPUs with little shared memory.
+#: Targets that stand for GPUs with little shared memory, of kernels for all GPUs from one on.
 CONSUMER = ("sm_89", "sm_120")
 LINES = (12, 13)
 PACKAGES = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}

@@ -126,7 +126,7 @@ def _record(rates: Any) -> list[dict[str, Any]]:
     return [{"name": one.name, "value": getattr(rates, one.name), **one.metadata} for one in fields(rates)]
 
 
-#: By target. B300's figures (sm_103a) are not known.
+#: Machines by target. B300's figures (sm_103a) are not known.
 MACHINES = {"sm_100a": Machine()}
 FORWARD_RATES = {"sm_100a": ForwardRates()}
 CONTEXT_RATES = ContextRates()

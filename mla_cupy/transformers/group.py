@@ -17,7 +17,7 @@ from mla_cupy.transformers.ragged import Ragged
 
 logger = logging.getLogger("mla_cupy.transformers")
 
-#: By the number of the configuration that a model's modules share, which is compared: numbers of dead objects return.
+#: Groups by the `id` of the configuration that a model's modules share; it is also compared, as `id` values recur.
 _groups: dict[int, tuple[weakref.ref[Any], Group]] = {}
 
 

@@ -19,9 +19,9 @@ MODES = (("late", 0), ("random", 1))
 #: One block works at both requests, each of more tokens than a ring holds. What hides tokens of
 #: their last steps: of the first one, queries alone; of the other, the end of the block table, too.
 CASE = DecodeCase(b=2, seqlens=(96, 138), s_q=2, h_q=7, page_size=4, missing_pages=1)
-#: Of more steps than are looked up at once.
+#: More steps than are looked up at once.
 LONG = DecodeCase(b=1, seqlens=290, h_q=2)
-#: Of steps that are not whole pages.
+#: Steps that are not whole pages.
 PAGES = DecodeCase(b=1, seqlens=100, h_q=2, page_size=24)
 
 

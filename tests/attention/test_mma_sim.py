@@ -15,7 +15,7 @@ from tests.support.sparse_cases import SparseCase
 from tests.support.sparse_cases import make as make_sparse
 from tests.support.tolerance import check
 
-#: Of up to 16 and up to 32 rows, of the kernels for few rows; of all.
+#: Cases of up to 16 and up to 32 rows for the kernels for few rows; all kernels take them.
 FEW = [
     DecodeCase(b=2, seqlens=(1, 97), h_q=16, dtype="float16"),  # a single token; a step that ends within an octet
     DecodeCase(b=1, seqlens=130, h_q=20, d_qk=512, page_size=24),  # split between two blocks

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "__init__": set(),
 }
-#: What may import peers, which import the operations, in functions only.
+#: Modules that may import peers, but in functions only, as peers import the operations.
 NAMES_PEERS = {"ops", "claims"}
 
 

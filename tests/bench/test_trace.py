@@ -338,7 +338,7 @@ def test_a_part_that_is_refused_is_halved(
     [
         # The first half is too dear, and its halves are not; the other one is at the aim.
         (100.0, ["", "1 of 2", "1 of 4", "3 of 4", "2 of 2"], ["1 of 4", "3 of 4", "2 of 2"]),
-        # As close to the cost without places as fewer places allow.
+        # Close to the cost without places: a build with all places is enough.
         (107.5, [""], [""]),
         # The cost without places is unknown: its build is refused.
         (None, ["", "1 of 2", "1 of 4", "3 of 4", "2 of 2"], ["1 of 4", "3 of 4", "2 of 2"]),

@@ -20,7 +20,7 @@ from tests.bench import small
 ROOT = Path(__file__).resolve().parents[2]
 CASE = DECODE.parse(small.SMALL["decode"][0])
 SMALL = {name: cases[0] for name, cases in small.SMALL.items()}
-#: What the processes run in place of the GPU.
+#: Program of the processes, in place of the GPU.
 SERVE = f"""
 import sys, time
 import mla_cupy  # the tree's

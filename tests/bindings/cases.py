@@ -452,7 +452,7 @@ def test_every_operation_has_a_call() -> None:
     assert {call.operation for call in CALLS} == set(ops.BOUND_OPERATIONS)
 
 
-#: What JAX takes as it is by default: without 64-bit numbers.
+#: Calls that JAX takes with its defaults: without 64-bit numbers.
 CALLS_OF_JAX = [call for call in CALLS if all(x.dtype.itemsize < 8 for x in call.arrays.values())]
 every_call_of_jax = pytest.mark.parametrize("call", CALLS_OF_JAX, ids=[call.id for call in CALLS_OF_JAX])
 every_call = pytest.mark.parametrize("call", CALLS, ids=[call.id for call in CALLS])

@@ -182,7 +182,7 @@ def test_compat(layout: str) -> None:
     ]
     assert_same(dense[0][0], dense[1][0])
     if "gaps" in layout or "swapped" in layout:
-        with pytest.raises(ShapeError, match=r"k_cache's stride of pages: .*pages may have no gaps"):
+        with pytest.raises(ShapeError, match=r"k_cache's stride of pages: .*copy the cache to pages without gaps"):
             flash_mla_with_kvcache(q, cache, None, None, 512, FlashMLASchedMeta(), indices=indices)
         return
     sparse = [

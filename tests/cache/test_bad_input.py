@@ -104,7 +104,7 @@ GOOD: dict[str, Callable[[], Call]] = {
     "indexer_cache_gather": good_gather_keys,
     "indexer_prepare": good_prepare_both,
 }
-#: What launches of kernels of another name.
+#: Operations that launch a kernel of another name.
 ENTRIES = {
     "indexer_cache_append": "indexer_prepare_quantize",
     "indexer_cache_gather": "indexer_prepare_gather_keys",

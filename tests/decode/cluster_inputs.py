@@ -9,7 +9,7 @@ import numpy as np
 from mla_cupy.shapes import TILE_TOKENS
 from tests.support.cases import DecodeCase, DecodeInputs, make
 
-#: Of the keys of one tile after the other.
+#: Scales of the keys, tile by tile.
 LOUDNESS = (1.0, 0.3, 1.7, 0.6, 1.4)
 
 

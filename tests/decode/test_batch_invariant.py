@@ -26,7 +26,7 @@ KERNELS = (*HOPPER, "decode_sm100")
 #: With pieces of 128 tokens: two, none, one, three with a short last one, and one of a single token.
 CASE = DecodeCase(b=5, seqlens=(256, 0, 128, 300, 1), s_q=2, h_q=3, page_size=16)
 SPLIT_TOKENS = 128
-#: The same case from FP8 rows, with their only kernel.
+#: A case like CASE with FP8 rows, and with their only kernel.
 FP8_CASE = replace(CASE, b=3, seqlens=(130, 0, 129), s_q=1, record="fp8", kv_scale=0.03)
 MAX_B = 6
 

@@ -17,7 +17,7 @@ HOPPER = "dense_sm90"
 MMA = "dense_mma"
 GENERIC = "dense_generic"
 KERNELS = (HOPPER, MMA, GENERIC)
-#: Of e4m3 codes.
+#: Kernels for e4m3 codes.
 HOPPER_FP8, GENERIC_FP8 = "dense_sm90_fp8", "dense_generic_fp8"
 #: The kind of GPU that a kernel's tests simulate. Those for the builds in 163 KB and in 99 KB are in `MMA_ON`.
 GPUS = {HOPPER: (9, 0), MMA: (8, 9), GENERIC: (9, 0), HOPPER_FP8: (9, 0), GENERIC_FP8: (9, 0)}

@@ -37,7 +37,7 @@ def make_finite(case: DenseCase) -> DenseInputs:
     return inputs
 
 
-#: As of calls without a mask: tiles of queries and keys that end anywhere, heads that share keys, operands in pieces.
+#: Cases like those without a mask: tiles that end anywhere, heads that share keys, operands in pieces.
 LARGE = [
     DenseCase(((1, 1), (63, 140), (65, 3)), h_q=4, h_kv=2, mask=0.3, q_pair=True, state="bfloat16", around=(2, 3)),
     DenseCase(((129, 300),), mask=0.5, k_rope="per_head", dtype="float16"),

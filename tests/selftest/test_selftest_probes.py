@@ -26,7 +26,7 @@ RUNS = (
 )
 #: A call on Hopper, so that those are tried too.
 ONE_CALL = ("sm_90a", "block/sparse_backward_sm90/bfloat16")
-#: Of forward kernels, and of all with mma.sync.
+#: Calls of forward kernels, and of all with mma.sync.
 MMA_CALLS = (
     ("sm_80", "block/attention_mma/bfloat16"),
     ("sm_89", "block/attention_mma/float16"),

@@ -75,7 +75,7 @@ def random_case(seed: int) -> SparseCase:
     )
 
 
-#: Of joint products: tiles of 64 keys by number and remainder, whole joint tiles and halves, all heads or the least.
+#: Joint products: tiles of 64 keys by number and remainder, whole joint tiles and halves, most and fewest heads.
 JOINT_CASES = [
     SparseCase(s_q=1, h_q=128, topk=64, invalid=0.0),
     SparseCase(s_q=1, h_q=65, topk=128, invalid=0.0, dtype="float16"),

@@ -23,7 +23,7 @@ from tests.support.tolerance import check_out
 
 #: float32 sums in another order, in units of the largest gradient of a sink.
 SINK_ERROR = 2e-5
-#: What is left of the terms of a gradient, at least, where they are not taken to have cancelled.
+#: Smallest share of a gradient's terms that is left if they do not count as cancelled.
 CANCELLED = 2.0**-5
 #: Tensor cores cut off bits at each step: dP and delta, which nearly cancel where a query has one key, may err by 128
 #: units in the last place of such terms.

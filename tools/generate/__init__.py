@@ -2,7 +2,7 @@
 
 from tools.generate import bindings, lists, params
 
-#: What is written, by file: functions from a checkout's root to the texts that its files should have.
+#: Generated files: functions from a checkout's root to the texts that its files should have.
 LISTS = (
     params.make,
     params.constants,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mla_cupy.runtime import sources
 
-#: What the members of a struct become, by their types in CUDA.
+#: Codes of a struct's members, by their types in CUDA.
 KINDS = {"i64": "I64", "i32": "I32", "float": "F32"}
 #: In the sources, but no member for the host: it makes a struct as long in CUDA as it is aligned.
 PADDING = "padding"
