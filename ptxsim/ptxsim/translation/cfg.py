@@ -98,6 +98,14 @@ def _votes(op: str, mods: tuple[str, ...]) -> dict[int, str]:
     return views
 
 
+def _as_bits(numbers: set[int], size: int) -> int:
+    """Return a set of numbers as the bits of an integer of some bytes."""
+    data = bytearray(size)
+    for number in numbers:
+        data[number >> 3] |= 1 << (number & 7)
+    return int.from_bytes(data, "little")
+
+
 class Cfg:
     """The control-flow graph of one kernel."""
 
@@ -162,20 +170,17 @@ class Cfg:
                 block.succ.append(block.index + 1)
 
     def _liveness(self) -> None:
-        bits = [1 << index for index in range(len(self.code.regs))]
+        size = len(self.code.regs) // 8 + 1
         gen, keep = [], []
         for block in self.blocks:
-            used = defined = 0
+            used, defined = set[int](), set[int]()
             for ins in block.instrs:
                 uses, defs = uses_defs(ins)
-                for reg in uses:
-                    if not defined & bits[reg.index]:
-                        used |= bits[reg.index]
+                used.update([reg.index for reg in uses if reg.index not in defined])
                 if ins.guard is None:
-                    for reg in defs:
-                        defined |= bits[reg.index]
-            gen.append(used)
-            keep.append(~defined)
+                    defined.update([reg.index for reg in defs])
+            gen.append(_as_bits(used, size))
+            keep.append(~_as_bits(defined, size))
         preds: dict[int, list[int]] = defaultdict(list)
         for block in self.blocks:
             for succ in block.succ:
