@@ -86,7 +86,8 @@ class Program:
 
 _FLASH_3 = ("flash-attention/hopper", "cutlass/include")
 _FLASH_2 = ("flash-attention/csrc/flash_attn/src", "cutlass/include")
-_FLASHINFER = ("cccl/nvidia/cu13/include/cccl", "flashinfer/include")
+_CCCL = "cccl/nvidia/cu13/include/cccl"
+_FLASHINFER = (_CCCL, "flashinfer/include")
 
 
 def _forward(head: int, head_v: int, causal: int, cluster: int = 1) -> Program:
@@ -129,6 +130,7 @@ PROGRAMS = {
         Program("flashinfer_prefill", _FLASHINFER, {"HEAD": head, "CAUSAL": causal})
         for head, causal in ((64, 1), (128, 0))
     ),
+    "cub_scan": (Program("cub_scan", (_CCCL,), lengths=(("1000",), ("5000",))),),
 }
 """Host programs by the source that they are compiled from."""
 

@@ -308,11 +308,11 @@ class Codegen:
         mask = self.poison() if poison is True else poison or None
         if self.ins.guard is not None and OPS[self.ins.op].kind == "alu":
             expr, mask = self._guarded(dst, view, expr, mask)
-        self.views[dst.index] = {view: self._named(expr, "r")}
-        self.masks[dst.index] = None if mask is None else self._named(mask, "q")
+        self.views[dst.index] = {view: self.named(expr, "r")}
+        self.masks[dst.index] = None if mask is None else self.named(mask, "q")
         self.dirty[dst.index] = dst
 
-    def _named(self, expr: str, stem: str) -> str:
+    def named(self, expr: str, stem: str) -> str:
         """Return a local that holds an expression; one that is a name already (each is given once) needs no other."""
         if expr.isidentifier() and expr != "None":
             return expr
