@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
 
 from ..errors import UnknownInstruction
@@ -205,19 +205,14 @@ class Cfg:
 
     def _storage(self) -> list[str]:
         """Choose per register the array type in which its users mostly want it, among those of its width."""
-        votes: dict[int, dict[str, int]] = {}
+        votes: defaultdict[str, Counter[int]] = defaultdict(Counter)
         for ins in self.code.instrs:
-            views = _votes(ins.op, tuple(ins.mods))
-            if not views:
-                continue
             uses, defs = uses_defs(ins)
-            for reg in (*uses, *defs):
-                view = views.get(reg.bits)
-                if view:
-                    mine = votes.setdefault(reg.index, {})
-                    mine[view] = mine.get(view, 0) + 1
-        storage = []
-        for reg in self.code.regs:
-            mine = votes.get(reg.index)
-            storage.append(max(mine, key=mine.__getitem__) if mine and reg.type != "pred" else VIEWS[reg.type])
+            for bits, view in _votes(ins.op, tuple(ins.mods)).items():
+                votes[view].update([reg.index for reg in (*uses, *defs) if reg.bits == bits])
+        storage, most = [VIEWS[reg.type] for reg in self.code.regs], [0] * len(self.code.regs)
+        for view, count in votes.items():
+            for index, number in count.items():
+                if number > most[index]:
+                    storage[index], most[index] = view, number
         return storage

@@ -14,7 +14,6 @@ import numpy as np
 
 from ..arithmetic import native, numeric, undefined
 from ..arithmetic.numeric import Poison, count_nonzero
-from ..parsing.garbage import uncollected
 from ..parsing.ir import Addr, Function, Imm, Instr, ModuleIR, Neg, Not, Pair, Reg, Sym, Variable, Vec, operand_regs
 from .cfg import Cfg, uses_defs
 from .codegen import Codegen, Park
@@ -321,7 +320,6 @@ class Program:
             self.partial[index] = function
         return function
 
-    @uncollected
     def _compile(self, run: Sequence[int], variant: str) -> Callable:
         blocks = [self.blocks[index] for index in run]
         source, values = Codegen(self.cfg, variant != "part", variant == "clean").function(blocks)
