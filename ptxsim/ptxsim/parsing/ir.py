@@ -172,7 +172,7 @@ class Param:
 
 @dataclass(eq=False)
 class Body:
-    """What is between a function's braces: instructions in order, label positions, and what is declared."""
+    """A function's code between its braces: instructions in order, label positions, and declarations."""
 
     instrs: list[Instr] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)

@@ -18,7 +18,7 @@ _NEXT = re.compile(
     r'|(?P<stmt>[^\s;{}"][^;{}"]*);'
     r"|(?P<other>\S)|)"
 )
-"""What comes next in a body; ``other`` is a statement with braces or strings, or one without a semicolon."""
+"""Next piece of a body; ``other`` is a statement with braces or strings, or one without a semicolon."""
 _INT = re.compile(r"[-+~]?(0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?$")
 _FLOAT_BITS = re.compile(r"[-+]?0([fFdD])([0-9a-fA-F]{8,16})$")
 _FLOAT_DEC = re.compile(r"[-+]?(\d+\.\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d+[eE][-+]?\d+)$")
