@@ -40,8 +40,13 @@ STUBS = {
     "ATen/cuda/PhiloxCudaState.h": "namespace at { struct PhiloxCudaState {}; }\n"
     "namespace at::cuda::philox { __device__ inline std::pair<long, long> unpack(PhiloxCudaState) { return {}; } }\n",
     "ATen/cuda/detail/UnpackRaw.cuh": "",
+    "cublasLt.h": "enum cublasStatus_t { CUBLAS_STATUS_SUCCESS };\n"
+    "using cublasHandle_t = void*;\nusing cublasLtHandle_t = void*;\n"
+    "using cublasLtMatmulDesc_t = void*;\nusing cublasLtMatrixLayout_t = void*;\n"
+    "inline int cublasCreate_v2(void**) { return 0; }\ninline int cublasLtCreate(void**) { return 0; }\n",
+    "cublas_v2.h": '#include "cublasLt.h"\n',
 }
-"""Stand-ins for the headers of PyTorch that FlashAttention-2 includes: checks of errors, and dropout's random state."""
+"""Stand-ins for headers: of PyTorch, for FlashAttention-2's checks and dropout, and of cuBLAS, for bitsandbytes."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,10 @@ def product_4bit(sources: Path, build: Path) -> int:
     """Run bitsandbytes' product of a vector with a matrix of 4-bit codes; return how many runs failed."""
     ptx, csrc = build / "bitsandbytes.ptx", sources / "bitsandbytes/csrc"
     if not ptx.exists():
-        subprocess.run([*NVCC, "-I", str(csrc), "-ptx", str(csrc / "kernels.cu"), "-o", str(ptx)], check=True)
+        subprocess.run(
+            [*NVCC, f"-I{build / 'stubs'}", "-I", str(csrc), "-ptx", str(csrc / "kernels.cu"), "-o", str(ptx)],
+            check=True,
+        )
     module = ptxsim.Module(ptx.read_text())
     (name,) = (each for each in module.kernels if "kgemm_4bit_inference_naiveIf" in each)
     failed = 0
