@@ -31,6 +31,7 @@ from .instructions import (  # noqa: F401 (emitters register themselves)
 )
 from .memory.spaces import GENERIC_BASE, Buffer, Memory
 from .memory.tensormap import TensorMap
+from .parsing.garbage import seldom_collected
 from .parsing.ir import TYPE_BITS, Instr, ModuleIR
 from .parsing.parse import parse
 from .rules import allowed
@@ -64,6 +65,7 @@ def _alone(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @lru_cache(maxsize=64)
+@seldom_collected
 def _loaded(ptx: str) -> tuple[ModuleIR, dict[str, Program]]:
     """Parse a text once: modules made from it share what is compiled, and nothing that a launch changes."""
     return parse(ptx), {}
@@ -87,7 +89,7 @@ class Module:
     Raises
     ------
     PtxSyntaxError
-        The text cannot be parsed.
+        The text cannot be parsed. A kernel's body is parsed, and checked, when it is first used.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class Module:
         return [param.size for param in self.program(name).function.params]
 
     @_alone
+    @seldom_collected
     def program(self, name: str) -> Program:
         """Return a kernel, lowered and checked for unknown instructions."""
         if name not in self._programs:
@@ -163,6 +166,7 @@ class Module:
         return self._programs[name]
 
     @_alone
+    @seldom_collected
     def launch(
         self,
         name: str,

@@ -44,6 +44,11 @@ def from_bits(bits: int, view: str) -> np.generic:
     return np.frombuffer(bits.to_bytes(width, "little"), dtype=view)[0]
 
 
+def distinct(values: Any) -> list:
+    """Return the different values of a few lanes in ascending order (``np.unique`` first imports masked arrays)."""
+    return sorted(set(values.tolist()))
+
+
 def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """Fused multiply-add of float32, rounded once to nearest even.
 

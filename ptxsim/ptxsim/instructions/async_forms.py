@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arithmetic.numeric import LaneSet, Poison, count_nonzero
+from ..arithmetic.numeric import LaneSet, Poison, count_nonzero, distinct
 from ..errors import MemoryFault
 from ..memory.spaces import RANK_SHIFT, SHARED_RESERVED
 from ..parsing.ir import TYPE_BITS, Addr, Imm, Instr, Vec
@@ -305,7 +305,7 @@ def _remote(cg: Codegen, ins: Instr, mods: Mods, reduction: str | None) -> None:
         for q in values[1::2]:
             poison |= False if q is None else q
         ranks = (a - np.uint32(SHARED_RESERVED)) >> np.uint32(RANK_SHIFT)
-        together = count_nonzero((b == b[0]) & (ranks == ranks[0])) == len(a) == len(np.unique(a))
+        together = count_nonzero((b == b[0]) & (ranks == ranks[0])) == len(a) == len(distinct(a))
         for lanes in [slice(None)] if together else [slice(lane, lane + 1) for lane in range(len(a))]:
             st_async_together(W, ins, a[lanes], int(b[lanes][0]), data[lanes], poison[lanes], reduction, type_name)
 

@@ -87,7 +87,7 @@ def _ld(cg: Codegen, ins: Instr, mods: Mods) -> None:
         type_name = _stored_type(cg, items, type_name)
         run = make_load(space, VIEWS[type_name], count, ins, order)
     bits = 32 if space.startswith("shared") else 64
-    cg.call(run, [(address, f"addr{bits}")], [(item, type_name) for item in items])
+    cg.call(run, [(address, f"addr{bits}")], [(item, type_name) for item in items], bits=True)
 
 
 @op("st", "call", dsts=0)

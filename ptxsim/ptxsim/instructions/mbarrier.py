@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arithmetic.numeric import LaneSet, Poison, count_nonzero
+from ..arithmetic.numeric import LaneSet, Poison, count_nonzero, distinct
 from ..errors import MemoryFault, RaceError, SyncError
 from ..memory.spaces import GENERIC_BASE, RANK_SHIFT, SHARED_RESERVED
 from ..parsing.ir import SINK, Addr, Instr
@@ -80,7 +80,7 @@ def groups(a: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Return (address, lane positions) for each distinct address."""
     if len(a) == 1 or count_nonzero(a != a[0]) == 0:
         return [(int(a[0]), np.arange(len(a)))]
-    return [(int(v), np.flatnonzero(a == v)) for v in np.unique(a)]
+    return [(v, np.flatnonzero(a == v)) for v in distinct(a)]
 
 
 def _address_bits(operand: Addr, space: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arithmetic.numeric import LaneSet, Poison, count_nonzero, filled
+from ..arithmetic.numeric import LaneSet, Poison, count_nonzero, distinct, filled
 from ..parsing.ir import SINK, Instr, Pair
 from ..state.warp import Warp
 from ..translation.codegen import Codegen
@@ -106,7 +106,7 @@ def by_mask(ins: Instr, run: Callable[..., tuple]) -> Callable[..., tuple]:
             return run(W, L, *given)
         lanes = _LANES if L is None else L
         made: list[Any] = []
-        for mask in np.unique(m):
+        for mask in distinct(m):
             mine = m == mask
             named = (mask >> lanes.astype("u4") & 1) != 0
             if count_nonzero(named & ~mine):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -169,20 +171,55 @@ class Param:
 
 
 @dataclass(eq=False)
+class Body:
+    """A function's code between its braces: instructions in order, label positions, and declarations."""
+
+    instrs: list[Instr] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    regs: list[Reg] = field(default_factory=list)
+    variables: dict[str, Variable] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
 class Function:
-    """A parsed ``.entry`` or ``.func``: instructions in order, and label positions."""
+    """An ``.entry`` or ``.func``. Its body is parsed when it is first asked for: few of a module's kernels run."""
 
     name: str
     entry: bool
     params: list[Param]
     returns: list[Param]
-    instrs: list[Instr] = field(default_factory=list)
-    labels: dict[str, int] = field(default_factory=dict)
-    regs: list[Reg] = field(default_factory=list)
-    variables: dict[str, Variable] = field(default_factory=dict)
+    read: Callable[[], Body] = Body
     directives: dict[str, tuple] = field(default_factory=dict)
     line: int = 0
 
+    @cached_property
+    def body(self) -> Body:
+        """The parsed body; empty for a declaration."""
+        return self.read()
+
+    @property
+    def instrs(self) -> list[Instr]:
+        """Instructions in order."""
+        return self.body.instrs
+
+    @property
+    def labels(self) -> dict[str, int]:
+        """Positions of labels among the instructions."""
+        return self.body.labels
+
+    @property
+    def regs(self) -> list[Reg]:
+        """Registers by index."""
+        return self.body.regs
+
+    @property
+    def variables(self) -> dict[str, Variable]:
+        """Variables declared in the body."""
+        return self.body.variables
+
+
+_GOES_ON = re.compile(r"[\w$]")
+"""Begins what is left of a longer name, such as that of a parameter."""
 
 FIRST_FUNCTION, FUNCTION_STEP = 1 << 32, 16
 """Address of a module's first function, and how far the next one is."""
@@ -197,6 +234,7 @@ class ModuleIR:
     functions: dict[str, Function]
     variables: dict[str, Variable]
     files: dict[int, str] = field(default_factory=dict)
+    text: str = ""
 
     def address_of(self, name: str) -> int:
         """Return the address by which a function is called: in no state space, so that nothing else has it."""
@@ -206,11 +244,17 @@ class ModuleIR:
     def taken(self) -> set[str]:
         """Names of the functions whose addresses are put into variables or registers."""
         names = {name for var in self.variables.values() for *_, name, _, _ in var.relocs}
-        for function in self.functions.values():
-            for ins in function.instrs:
-                if ins.op != "call":
-                    names.update(arg.name for arg in ins.args if isinstance(arg, Sym))
+        if any(self._mentions(name) > 1 for name in self.functions):
+            for function in self.functions.values():
+                for ins in function.instrs:
+                    if ins.op != "call":
+                        names.update(arg.name for arg in ins.args if isinstance(arg, Sym))
         return names & set(self.functions)
+
+    def _mentions(self, name: str) -> int:
+        """Count how often the text names a function, where it is defined and elsewhere: bodies may be unread."""
+        pieces = self.text.split(name)[1:]
+        return sum(not _GOES_ON.match(piece) for piece in pieces)
 
 
 def operand_regs(operand: Any) -> list[Reg]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import bisect
 import re
 import struct
+from functools import partial
 from typing import Any
 
 from ..errors import PtxSyntaxError
-from .ir import TYPE_BITS, Function, Imm, Instr, Loc, ModuleIR, Not, Param, Reg, Sym, Variable
+from .ir import TYPE_BITS, Body, Function, Imm, Instr, Loc, ModuleIR, Not, Param, Reg, Sym, Variable
 from .scan import matching, parse_number, parse_operand, split_top, statements, strip_comments
 
 _LINKAGE = re.compile(r"\.(visible|extern|weak|common)\s+")
@@ -19,8 +20,8 @@ _MALFORMED = (LookupError, ValueError, TypeError, AttributeError, RecursionError
 
 _SPACES = ("global", "const", "shared", "local", "param")
 _REG_FAMILY = re.compile(r"(.+?)<(\d+)>$")
-_GUARD = re.compile(r"@(!?)\s*([\w$%]+)\s+")
-_OPCODE = re.compile(r"[a-z][\w.:]*")
+_INSTRUCTION = re.compile(r"(?:@(!?)\s*([\w$%]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
+"""The guard, its register, the opcode and the operands."""
 
 
 class _Scope:
@@ -47,7 +48,7 @@ class Parser:
     def __init__(self, text: str) -> None:
         self.text = strip_comments(text.rstrip("\0"))  # tools save the C string whole
         self.line_starts = [0] + [m.end() for m in re.finditer("\n", self.text)]
-        self.module = ModuleIR("", "", {}, {})
+        self.module = ModuleIR("", "", {}, {}, text=self.text)
         self.unique = 0
 
     def line_of(self, pos: int) -> int:
@@ -142,7 +143,7 @@ class Parser:
             self.module.functions.setdefault(function.name, function)
             return pos + 1
         end = matching(text, pos)
-        _BodyParser(self, function).run(pos + 1, end)
+        function.read = partial(_read, self, function, pos + 1, end)
         self.module.functions[function.name] = function
         return end + 1
 
@@ -234,15 +235,23 @@ class Parser:
         var.data = bytes(data).ljust(var.size, b"\0")
 
 
+def _read(parser: Parser, function: Function, pos: int, end: int) -> Body:
+    """Parse the body of a function, between two offsets."""
+    reader = _BodyParser(parser, function)
+    reader.run(pos, end)
+    return reader.body
+
+
 class _BodyParser:
     """Parses the body of one function; names are resolved after the whole body is read."""
 
     def __init__(self, parser: Parser, function: Function) -> None:
-        self.parser, self.function = parser, function
+        self.parser, self.function, self.body = parser, function, Body()
         self.scope = _Scope(None)
         for param in [*function.params, *function.returns]:
             if param.space == "reg":
-                param.reg = self._register(param.name, param.type)
+                self._declare([param.name], param.type)
+                param.reg = self.body.regs[-1]
             else:
                 self.scope.names[param.name] = Sym(param.name)
         self.raw: list[tuple[str, int, _Scope, Loc]] = []
@@ -263,8 +272,8 @@ class _BodyParser:
                 raise PtxSyntaxError(f"{where}: cannot be read ({error}): {text[:60]!r}") from error
         for text, at, scope, loc in self.raw:
             try:
-                self.function.instrs.append(self._instruction(text, at, scope))
-                self.function.instrs[-1].loc = loc
+                self.body.instrs.append(self._instruction(text, at, scope))
+                self.body.instrs[-1].loc = loc
             except PtxSyntaxError as error:
                 raise PtxSyntaxError(f"{self.function.name}, line {self.parser.line_of(at)}: {error}") from None
             except _MALFORMED as error:
@@ -282,7 +291,7 @@ class _BodyParser:
             self.parser.unique += 1
             unique = f"{text}#{self.parser.unique}"
             self.scope.names[text] = Sym(unique)
-            self.function.labels[unique] = len(self.raw)
+            self.body.labels[unique] = len(self.raw)
             self.label = unique
         elif kind == "stmt":
             if text.startswith(".reg"):
@@ -316,50 +325,41 @@ class _BodyParser:
         for name in split_top(match.group(3)):
             family = _REG_FAMILY.match(name)
             names = [f"{family.group(1)}{i}" for i in range(int(family.group(2)))] if family else [name]
-            for each in names:
-                self._register(each, match.group(2))
+            self._declare(names, match.group(2))
 
-    def _register(self, name: str, kind: str) -> Reg:
-        """Declare a register in the current scope."""
-        regs = self.function.regs
-        reg = self.scope.names[name] = Reg(name, kind, len(regs))
-        regs.append(reg)
-        return reg
+    def _declare(self, names: list[str], kind: str) -> None:
+        """Declare registers in the current scope."""
+        regs = self.body.regs
+        new = [Reg(name, kind, index) for index, name in enumerate(names, len(regs))]
+        regs += new
+        self.scope.names.update(zip(names, new, strict=True))
 
     def _variable(self, text: str) -> None:
         for var in self.parser._variables(text):
             source_name = var.name
-            if source_name in self.function.variables or source_name in self.parser.module.variables:
+            if source_name in self.body.variables or source_name in self.parser.module.variables:
                 self.parser.unique += 1
                 var.name = f"{source_name}#{self.parser.unique}"
             self.scope.names[source_name] = Sym(var.name)
-            self.function.variables[var.name] = var
+            self.body.variables[var.name] = var
 
     def _instruction(self, text: str, at: int, scope: _Scope) -> Instr:
-        line = self.parser.line_of(at)
-        guard, guard_neg = None, False
-        rest = text
-        if match := _GUARD.match(rest):
-            guard, guard_neg = scope.find(match.group(2)), match.group(1) == "!"
-            if not isinstance(guard, Reg):
-                raise PtxSyntaxError(f"unknown guard {match.group(2)!r}")
-            rest = rest[match.end() :]
-        match = _OPCODE.match(rest)
+        match = _INSTRUCTION.match(text)
         if not match:
             raise PtxSyntaxError(f"cannot read instruction {text[:60]!r}")
-        op, *mods = match.group().split(".")
-        body = rest[match.end() :].strip()
-
-        args = [self._operand(part, scope, text) for part in split_top(body)]
+        negated, name, opcode, operands = match.groups()
+        guard = scope.find(name) if name else None
+        if name and not isinstance(guard, Reg):
+            raise PtxSyntaxError(f"unknown guard {name!r}")
+        op, *mods = opcode.split(".")
+        known = scope.operands
+        args = [known.get(part) or self._operand(part, scope, text) for part in split_top(operands)]
         if op == "brx":
             args = [args[0], *self._targets(args[-1], text)]
-        return Instr(op, mods, args, line, " ".join(text.split()), guard, guard_neg)
+        return Instr(op, mods, args, self.parser.line_of(at), " ".join(text.split()), guard, negated == "!")
 
     def _operand(self, part: str, scope: _Scope, text: str) -> Any:
         """Return an operand; the same text means the same in a scope, once all of it is read."""
-        known = scope.operands.get(part)
-        if known is not None:
-            return known
         declared = scope.find(part)
         if declared.__class__ is Reg:  # what most operands are
             scope.operands[part] = declared

@@ -11,8 +11,14 @@ from ..errors import PtxSyntaxError
 from .ir import SINK, Addr, Imm, Neg, Not, Pair, SReg, Sym, Vec
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
-_LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
-_LINE_DIRECTIVE = re.compile(r"\.(loc|file|version|target|address_size)\b[^\n;]*")
+_NEXT = re.compile(
+    r"\s*(?:(?P<open>\{)|(?P<close>\})|;"
+    r"|(?P<line>\.(?:loc|file|version|target|address_size)\b[^\n;]*)"
+    r"|(?P<label>[A-Za-z_$%][\w$]*)\s*:(?!:)"
+    r'|(?P<stmt>[^\s;{}"][^;{}"]*);'
+    r"|(?P<other>\S)|)"
+)
+"""Next piece of a body; ``other`` is a statement with braces or strings, or one without a semicolon."""
 _INT = re.compile(r"[-+~]?(0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?$")
 _FLOAT_BITS = re.compile(r"[-+]?0([fFdD])([0-9a-fA-F]{8,16})$")
 _FLOAT_DEC = re.compile(r"[-+]?(\d+\.\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d+[eE][-+]?\d+)$")
@@ -21,6 +27,7 @@ _IDENT = re.compile(r"[A-Za-z_$%][\w$.%]*$")
 # A string is one mark, so that nothing inside it counts.
 _STATEMENT_MARKS = re.compile(r'"[^"]*"|[{};]')
 _BRACKETS = {pair[0]: re.compile(f'"[^"]*"|[{re.escape(pair)}]') for pair in ("{}", "()", "[]")}
+_PIECE_MARKS = re.compile(r'"[^"]*"|[\[\](){},"]')
 _NESTED = re.compile(r'[\[\](){}"]')
 
 SPECIAL_PREFIXES = (
@@ -53,10 +60,10 @@ SPECIAL_PREFIXES = (
 
 
 def strip_comments(text: str) -> str:
-    """Replace comments by blanks, keeping the line numbers."""
+    """Replace comments by a blank, keeping the line numbers."""
 
     def blank(match: re.Match[str]) -> str:
-        return re.sub(r"[^\n]", " ", match.group())
+        return "\n" * match.group().count("\n") or " "
 
     return _COMMENT.sub(blank, text)
 
@@ -76,30 +83,18 @@ def statements(text: str, pos: int, end: int) -> Iterator[tuple[str, str, int]]:
     tuple
         ``kind`` is ``open``, ``close``, ``label``, ``line`` (a directive without semicolon) or ``stmt``.
     """
-    while True:
-        while pos < end and text[pos].isspace():
-            pos += 1
-        if pos >= end:
-            return
-        char = text[pos]
-        if char == "{":
-            yield "open", "{", pos
-            pos += 1
-        elif char == "}":
-            yield "close", "}", pos
-            pos += 1
-        elif char == ";":
-            pos += 1
-        elif match := _LINE_DIRECTIVE.match(text, pos, end):
-            yield "line", match.group(), pos
-            pos = match.end()
-        elif match := _LABEL.match(text, pos, end):
-            yield "label", match.group(1), pos
-            pos = match.end()
-        else:
-            stop = _statement_end(text, pos, end)
-            yield "stmt", text[pos:stop].strip(), pos
+    while match := _NEXT.match(text, pos, end):
+        kind, pos = match.lastgroup, match.end()
+        if kind is None:  # a semicolon, or the end
+            if pos == match.start():
+                return
+        elif kind == "other":
+            start = match.start("other")
+            stop = _statement_end(text, start, end)
+            yield "stmt", text[start:stop].strip(), start
             pos = stop + 1
+        else:
+            yield kind, match[kind], match.start(kind)
 
 
 def _statement_end(text: str, pos: int, end: int) -> int:
@@ -128,24 +123,21 @@ def matching(text: str, pos: int) -> int:
     raise PtxSyntaxError(f"unbalanced {opening!r}")
 
 
-def split_top(text: str, sep: str = ",") -> list[str]:
-    """Split at separators that are outside all brackets and strings."""
+def split_top(text: str) -> list[str]:
+    """Split at the commas that are outside all brackets and strings."""
     if not _NESTED.search(text):
-        parts = [part.strip() for part in text.split(sep)]
+        parts = [part.strip() for part in text.split(",")]
         return parts if len(parts) > 1 or parts[0] else []
-    parts, depth, start, pos = [], 0, 0, 0
-    while pos < len(text):
-        char = text[pos]
-        if char == '"':
-            pos = text.index('"', pos + 1)
-        elif char in "{[(":
+    parts, depth, start = [], 0, 0
+    for match in _PIECE_MARKS.finditer(text):
+        mark = match.group()
+        if mark in "{[(":
             depth += 1
-        elif char in "}])":
+        elif mark in "}])":
             depth -= 1
-        elif char == sep and not depth:
-            parts.append(text[start:pos].strip())
-            start = pos + 1
-        pos += 1
+        elif mark == "," and not depth:
+            parts.append(text[start : match.start()].strip())
+            start = match.end()
     tail = text[start:].strip()
     if tail or parts:
         parts.append(tail)
@@ -183,6 +175,8 @@ def parse_operand(text: str, resolve: Callable[[str], Any]) -> Any:
     text = text.strip()
     if not text:
         raise PtxSyntaxError("empty operand")
+    if text[0] == "%" and _IDENT.match(text):  # what most are
+        return SReg(text) if text.startswith(SPECIAL_PREFIXES) else resolve(text)
     if text == "_":
         return SINK
     if text[0] == "{":

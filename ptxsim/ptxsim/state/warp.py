@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arithmetic.numeric import LaneSet, count_nonzero
+from ..arithmetic.numeric import LaneSet, count_nonzero, distinct
 from ..arithmetic.undefined import UNWRITTEN
 from ..errors import MemoryFault, SimError
 from ..memory.spaces import RANK_SHIFT, SHARED_RESERVED, Local
@@ -276,9 +276,9 @@ class Warp(Faults, Accesses):
         """Split a fragment whose lanes go to several blocks."""
         lanes = fragment.lane_list()
         self.fragments.remove(fragment)
-        for target in np.unique(targets):
-            part = Fragment(int(target), lanes[targets == target])
-            part.spins = fragment.spins + (int(target) <= fragment.block)
+        for target in distinct(targets):
+            part = Fragment(target, lanes[targets == target])
+            part.spins = fragment.spins + (target <= fragment.block)
             if part.spins > _SPIN_LIMIT:
                 part.spins, part.deferred = 0, True
             self.fragments.append(part)
@@ -338,9 +338,9 @@ class Warp(Faults, Accesses):
         own = self.cta
         lanes = np.arange(32) if L is None else L
         results: list = [None] * outputs
-        for rank in np.unique(ranks):
+        for rank in distinct(ranks):
             pick = ranks == rank
-            target = own.cluster.member(self, ins, int(rank))
+            target = own.cluster.member(self, ins, rank)
             local = a[pick]
             if int((local - target.shared_base).max()) >= target.shared.size:
                 self.fail(MemoryFault, ins, f"shared address {int(local.max()):#x} is outside block {rank}'s window")

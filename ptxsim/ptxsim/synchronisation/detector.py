@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arithmetic.numeric import count_nonzero
+from ..arithmetic.numeric import count_nonzero, distinct
 from .clocks import Clocks, View
 from .shadow import PENDING, Box, Shadow
 from .strong import SCOPES, Flags, includes
@@ -51,8 +51,8 @@ class Detector(Clocks):
         if mask.__class__ is int:
             shadow.note_read(shadow.row(agent, strength > 0), words, row[agent], where.ins.number)
             return
-        for value in np.unique(mask):
-            index = shadow.row(agent, strength > 0, int(value))
+        for value in distinct(mask):
+            index = shadow.row(agent, strength > 0, value)
             shadow.note_read(index, words[mask == value], row[agent], where.ins.number)
 
     def write(

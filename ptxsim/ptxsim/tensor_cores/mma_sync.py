@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arithmetic.numeric import LaneSet, Poison, count_nonzero
+from ..arithmetic.numeric import LaneSet, Poison, count_nonzero, distinct
 from ..errors import MemoryFault
 from ..memory.spaces import GENERIC_BASE
 from ..parsing.ir import Instr, Vec
@@ -152,7 +152,7 @@ def _stmatrix(cg: Codegen, ins: Instr, mods: Mods) -> None:
             defined = (arrange(defined) if transposed else defined).reshape(-1, 4)
         if cta.shadow is not None:
             W.shared_write(cta.shadow, (chunks << 4).astype("u4"), 4, 4, ins)
-            if len(np.unique(chunks)) < len(chunks):
+            if len(distinct(chunks)) < len(chunks):
                 W.sync_error(ins, "two rows of one stmatrix have the same address")
         if W.banks is not None:
             W.banks.access(ins, chunks << 4, 16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
 
 from ..errors import UnknownInstruction
@@ -98,6 +98,14 @@ def _votes(op: str, mods: tuple[str, ...]) -> dict[int, str]:
     return views
 
 
+def _as_bits(numbers: set[int], size: int) -> int:
+    """Return a set of numbers as the bits of an integer of some bytes."""
+    data = bytearray(size)
+    for number in numbers:
+        data[number >> 3] |= 1 << (number & 7)
+    return int.from_bytes(data, "little")
+
+
 class Cfg:
     """The control-flow graph of one kernel."""
 
@@ -162,20 +170,17 @@ class Cfg:
                 block.succ.append(block.index + 1)
 
     def _liveness(self) -> None:
-        bits = [1 << index for index in range(len(self.code.regs))]
+        size = len(self.code.regs) // 8 + 1
         gen, keep = [], []
         for block in self.blocks:
-            used = defined = 0
+            used, defined = set[int](), set[int]()
             for ins in block.instrs:
                 uses, defs = uses_defs(ins)
-                for reg in uses:
-                    if not defined & bits[reg.index]:
-                        used |= bits[reg.index]
+                used.update([reg.index for reg in uses if reg.index not in defined])
                 if ins.guard is None:
-                    for reg in defs:
-                        defined |= bits[reg.index]
-            gen.append(used)
-            keep.append(~defined)
+                    defined.update([reg.index for reg in defs])
+            gen.append(_as_bits(used, size))
+            keep.append(~_as_bits(defined, size))
         preds: dict[int, list[int]] = defaultdict(list)
         for block in self.blocks:
             for succ in block.succ:
@@ -200,19 +205,14 @@ class Cfg:
 
     def _storage(self) -> list[str]:
         """Choose per register the array type in which its users mostly want it, among those of its width."""
-        votes: dict[int, dict[str, int]] = {}
+        votes: defaultdict[str, Counter[int]] = defaultdict(Counter)
         for ins in self.code.instrs:
-            views = _votes(ins.op, tuple(ins.mods))
-            if not views:
-                continue
             uses, defs = uses_defs(ins)
-            for reg in (*uses, *defs):
-                view = views.get(reg.bits)
-                if view:
-                    mine = votes.setdefault(reg.index, {})
-                    mine[view] = mine.get(view, 0) + 1
-        storage = []
-        for reg in self.code.regs:
-            mine = votes.get(reg.index)
-            storage.append(max(mine, key=mine.__getitem__) if mine and reg.type != "pred" else VIEWS[reg.type])
+            for bits, view in _votes(ins.op, tuple(ins.mods)).items():
+                votes[view].update([reg.index for reg in (*uses, *defs) if reg.bits == bits])
+        storage, most = [VIEWS[reg.type] for reg in self.code.regs], [0] * len(self.code.regs)
+        for view, count in votes.items():
+            for index, number in count.items():
+                if number > most[index]:
+                    storage[index], most[index] = view, number
         return storage

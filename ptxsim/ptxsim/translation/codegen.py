@@ -12,6 +12,7 @@ import re
 import struct
 from collections.abc import Callable
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -58,11 +59,6 @@ def _constant(value: int, view: str) -> tuple[np.generic, np.ndarray]:
     return scalar, array
 
 
-def lanes_only(mask: str) -> str:
-    """Return the expression for a mask without what it knows of single bits."""
-    return f"({mask} if {mask}.__class__ is not Bits else {mask}.whole)"
-
-
 class Codegen:
     """Generates the function of a run of blocks in one variant.
 
@@ -75,7 +71,7 @@ class Codegen:
 
     def __init__(self, cfg: Cfg, full: bool, clean: bool = False) -> None:
         self.cfg, self.full, self.clean = cfg, full, clean
-        self.expected: list[str] = []
+        self.expected: dict[int, str] = {}
         self.names: list[str] = []
         self.values: list[Any] = []
         self.numbers: dict[int, str] = {}
@@ -84,6 +80,8 @@ class Codegen:
         self.body: list[str] = []
         self.views: dict[int, dict[str, str]] = {}
         self.masks: dict[int, str | None] = {}
+        self.lanes: dict[str, str] = {}
+        self.merged: dict[tuple[str, ...], str] = {}
         self.dirty: dict[int, Reg] = {}
         self.counter = 0
         self.consts: dict[tuple, str] = {}
@@ -131,10 +129,10 @@ class Codegen:
         """Bring a live-in register into locals."""
         if reg.index in self.views:
             return
-        name, mask, index = self.name("r"), None if self.clean else self.name("q"), self.number(reg.index)
+        name, mask = self.name("r"), None if self.clean else self.name("q")
+        index = "" if self.clean else self.number(reg.index)
         if self.clean:
-            self.prologue.append(f"{name} = R[{index}]")
-            self.expected.append(f"Q[{index}]")
+            self.expected[reg.index] = name
         elif self.full:
             self.prologue.append(f"{name} = R[{index}]; {mask} = Q[{index}]")
         else:
@@ -249,17 +247,28 @@ class Codegen:
 
         All bits of the result are undefined where some of a source are; ``bits`` tells that a single source is moved.
         """
-        names = self.sources
-        if not names:
-            return None
-        if len(names) == 1:
-            return names[0] if bits else lanes_only(names[0])
-        if len(names) == 2:
-            a, b = names
-            one = f"{lanes_only(a)} if {b} is None or {a} is {b} else {lanes_only(b)} if {a} is None"
-            return f"{one} else ({a} | {b}).view(np.ndarray)"
-        chain = " is ".join([*names, "None"])
-        return f"None if {chain} else orq({', '.join(names)})"
+        if len(self.sources) == 1 and bits:
+            return self.sources[0]
+        names = tuple(dict.fromkeys(self.lanes_only(name) for name in self.sources))
+        if len(names) < 2:
+            return names[0] if names else None
+        if names not in self.merged:
+            merged = f"{names[0]} if {' is '.join(names)} else orq({', '.join(names)})"
+            self.merged[names] = self._only_lanes(merged)
+        return self.merged[names]
+
+    def lanes_only(self, mask: str) -> str:
+        """Return the local that holds a mask without what it knows of single bits."""
+        if mask not in self.lanes:
+            self.lanes[mask] = self._only_lanes(f"{mask} if {mask}.__class__ is not Bits else {mask}.whole")
+        return self.lanes[mask]
+
+    def _only_lanes(self, expr: str) -> str:
+        """Return a new local that holds a mask which knows nothing of single bits."""
+        name = self.name("q")
+        self.line(f"{name} = {expr}")
+        self.lanes[name] = name
+        return name
 
     def masked(self, operand: Any, type_name: str) -> tuple[str, str]:
         """Return the expressions for a source operand and its poison; the poison is remembered with earlier ones."""
@@ -299,11 +308,11 @@ class Codegen:
         mask = self.poison() if poison is True else poison or None
         if self.ins.guard is not None and OPS[self.ins.op].kind == "alu":
             expr, mask = self._guarded(dst, view, expr, mask)
-        self.views[dst.index] = {view: self._named(expr, "r")}
-        self.masks[dst.index] = None if mask is None else self._named(mask, "q")
+        self.views[dst.index] = {view: self.named(expr, "r")}
+        self.masks[dst.index] = None if mask is None else self.named(mask, "q")
         self.dirty[dst.index] = dst
 
-    def _named(self, expr: str, stem: str) -> str:
+    def named(self, expr: str, stem: str) -> str:
         """Return a local that holds an expression; one that is a name already (each is given once) needs no other."""
         if expr.isidentifier() and expr != "None":
             return expr
@@ -343,7 +352,7 @@ class Codegen:
         return self.bind(self.ins, "I")
 
     # ---- run-time calls ----------------------------------------------------------------------------------------
-    def call(self, function: Any, sources: list[tuple], results: list[tuple]) -> None:
+    def call(self, function: Any, sources: list[tuple], results: list[tuple], bits: bool = False) -> None:
         """Emit a call ``function(W, L, s0, q0, s1, q1, ...) -> (d0, p0, d1, p1, ...)``.
 
         Parameters
@@ -354,6 +363,8 @@ class Codegen:
             ``type`` may be ``addr32`` or ``addr64`` for an :class:`~..parsing.ir.Addr`.
         results : list of (operand, type)
             Destinations.
+        bits : bool, optional
+            The masks of the results may know single bits.
         """
         given = ["W", "L"]
         for operand, type_name in sources:
@@ -363,11 +374,13 @@ class Codegen:
             else:
                 given.append(self.src(operand, type_name))
             mask = self.sources[0] if self.sources else "None"
-            given.append(mask if mask == "None" or self.ins.op == "st" else lanes_only(mask))
+            given.append(mask if mask == "None" or self.ins.op == "st" else self.lanes_only(mask))
         name = self.bind(function)
         outs = []
         for _ in results:
             outs += [self.name("o"), self.name("p")]
+        if not bits:
+            self.lanes.update(zip(outs[1::2], outs[1::2], strict=True))
         call = f"{name}({', '.join(given)})"
         if OPS[self.ins.op].kind == "sync":
             result = self.name("z")
@@ -425,16 +438,18 @@ class Codegen:
             *epilogue,
             *tail,
         ]
-        given = ", ".join(["W", "R", "Q", "L", *(f"{name}=0" for name in self.names)])
+        given = ", ".join(["W", "R", "Q", "L", *self.names])
         return f"def block({given}):\n  " + "\n  ".join(lines) + "\n", tuple(self.values)
 
     def _entry(self, first: Block) -> list[str]:
         """Return the test of the clean variant, which leaves registers with poison to the other one."""
         if not self.expected:
             return []
+        pick = self.bind(itemgetter(*self.expected), "G")
+        masks = f"{{*map(type, {pick}(Q))}} != CLEAN" if len(self.expected) > 1 else f"{pick}(Q) is not None"
         return [
-            f"if not ({' is '.join([*self.expected, 'None'])}):"
-            f" return W.program.tainted({self.number(first.index)})(W, R, Q, L)"
+            f"if {masks}: return W.program.tainted({self.number(first.index)})(W, R, Q, L)",
+            f"{', '.join(self.expected.values())} = {pick}(R)",
         ]
 
     def _epilogue(self, last: Block) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arithmetic import native, numeric, undefined
 from ..arithmetic.numeric import Poison, count_nonzero
-from ..parsing.ir import Addr, Function, Imm, Instr, ModuleIR, Reg, Sym, Variable, Vec, operand_regs
+from ..parsing.ir import Addr, Function, Imm, Instr, ModuleIR, Neg, Not, Pair, Reg, Sym, Variable, Vec, operand_regs
 from .cfg import Cfg, uses_defs
 from .codegen import Codegen, Park
 from .lower import lower
@@ -52,6 +52,7 @@ def _environment() -> dict:
         "Park": Park,
         "where": np.where,
         "cnt": count_nonzero,
+        "CLEAN": {type(None)},
         "full": np.full,
         "put": _put,
         "Bits": undefined.Bits,
@@ -355,22 +356,20 @@ def _form(operand: Any) -> Any:
 
 
 def _symbols(args: list) -> set[str]:
-    names: set[str] = set()
-
-    def visit(node: Any) -> None:
-        if isinstance(node, (Reg, Imm)):
-            return
+    """Return the names of variables and functions inside operands."""
+    names, work = set(), [*args]
+    while work:
+        node = work.pop()
         if isinstance(node, Sym):
             names.add(node.name)
-        for key in ("items", "parts"):
-            for child in getattr(node, key, ()):
-                visit(child)
-        for key in ("base", "first", "second", "reg"):
-            if hasattr(node, key):
-                visit(getattr(node, key))
-
-    for arg in args:
-        visit(arg)
+        elif isinstance(node, Vec):
+            work += [item for item in node.items if item.__class__ is not Reg]
+        elif isinstance(node, Addr):
+            work += [node.base, *node.parts]
+        elif isinstance(node, Pair):
+            work += [node.first, node.second]
+        elif isinstance(node, (Not, Neg)):
+            work.append(node.reg)
     return names
 
 

@@ -74,4 +74,8 @@ def decided(blocks: Sequence[Block], after: Sequence[int], index: int) -> tuple[
                 written |= 1 << reg.index
         work += blocks[at].succ
     written &= blocks[join].live_in
-    return join, [number for number in range(written.bit_length()) if written >> number & 1]
+    registers = []
+    while written:  # a few of thousands
+        registers.append((written & -written).bit_length() - 1)
+        written &= written - 1
+    return join, registers

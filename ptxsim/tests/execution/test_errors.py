@@ -210,7 +210,7 @@ def test_deadlock_reports_the_cluster_barrier() -> None:
 
 def test_an_undeclared_register_is_named() -> None:
     with pytest.raises(ptxsim.PtxSyntaxError, match="k, line 7: unknown register '%nope'"):
-        body("add.u32 %r1, %nope, 1;")
+        body("add.u32 %r1, %nope, 1;").program("k")
 
 
 @pytest.mark.parametrize(
@@ -280,3 +280,12 @@ def test_global_races_between_blocks() -> None:
         "{acquire}", "W: ld.acquire.gpu.global.u32 %r3, [%rd1+8]; setp.eq.u32 %p2, %r3, 0; @%p2 bra W;"
     )
     body(ordered, "a").launch("k", 2, 1, [out], race_global=True, resident=2)
+
+
+def test_a_body_is_parsed_when_its_kernel_is_used() -> None:
+    """What is wrong with one kernel of a library is no matter for another."""
+    other = ".visible .entry other()\n{\nadd.u32 %r1, %nope, 1;\nret;\n}\n"
+    module = ptxsim.Module(body("").ir.text + other)
+    module.launch("k", 1, 32, [])
+    with pytest.raises(ptxsim.PtxSyntaxError, match="other, line"):
+        module.launch("other", 1, 32, [])
