@@ -166,7 +166,7 @@ V32 = CacheFormat(
 #: The reserved bytes may hold anything: nothing reads or writes them. FlashMLA's V32_NO_ROPE lacks them.
 V32_NOPE = CacheFormat(
     "v32-nope",
-    "GLM-5.3-Flash: v32 without RoPE, whose bytes are reserved: FlashMLA, FlashInfer, vLLM",
+    "GLM-5.3-Flash: v32 with reserved bytes in place of RoPE: FlashMLA, FlashInfer, vLLM",
     (656,),
     (*V32.fields[:2], Field("reserved", "padding", 128, 528)),
     scales=V32.scales,

@@ -31,6 +31,7 @@ def load(path: str) -> ModuleType:
 repository_pages = load("_ext/repository_pages.py")
 kernel_choice = load("_ext/kernel_choice.py")
 result_tables = load("_ext/result_tables.py")
+forge_tables = load("_ext/forge_tables.py")
 plain_pages = load("_ext/plain_pages.py") if importlib.util.find_spec("sphinx") else None
 draw = load("drawings/draw.py")
 
@@ -170,9 +171,10 @@ def test_the_changelog_is_short() -> None:
     assert len((REPOSITORY / "CHANGELOG.md").read_text().splitlines()) <= 100
 
 
-def test_the_page_of_rows_is_up_to_date() -> None:
-    """`python3 docs/_ext/result_tables.py` writes it."""
-    assert result_tables.PAGE.read_text() == result_tables.page()
+@pytest.mark.parametrize("tables", [result_tables, forge_tables], ids=["rows", "kernels and formats"])
+def test_generated_pages_are_up_to_date(tables: ModuleType) -> None:
+    """`python3 docs/_ext/result_tables.py` and `forge_tables.py` write them."""
+    assert tables.PAGE.read_text() == tables.page()
 
 
 def test_every_kept_result_is_cited() -> None:
