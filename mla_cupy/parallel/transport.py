@@ -40,7 +40,7 @@ class Transport(Protocol):
         """This rank."""
 
     def merge(self, outs: Any, lses: Any, result: Result) -> tuple[Any, Any]:
-        """Exchange partial results, and merge those of this rank's heads.
+        """Exchange partial results, and merge the results of this rank's heads.
 
         Parameters
         ----------
@@ -104,7 +104,7 @@ def heads_per_rank(outs: tuple[int, ...], lses: tuple[int, ...], world: int) -> 
     Raises
     ------
     ShapeError
-        If the shapes are not those of partial results, or the heads cannot be shared evenly.
+        If the shapes do not fit partial results, or the heads cannot be shared evenly.
     """
     if len(outs) != 4:
         raise ShapeError(explain("outs.shape", outs, "(b, s_q, h_q, d)"))

@@ -30,7 +30,7 @@ class Zigzag:
     """Packed sequences, each cut into 2 * world pieces: rank r holds pieces r and 2 * world - 1 - r of every sequence.
 
     A late piece has many keys before it and an early one few, so causal attention costs every rank the same. A rank
-    stores its early and its late piece of the first sequence, then those of the second one, and so on: the order of
+    stores its early and late pieces of the first sequence, then the pieces of the second one, and so on: the order of
     Transformer Engine and Megatron-Core.
 
     Attributes

@@ -33,7 +33,7 @@ def check(zigzag: Zigzag, axis: str, arrays: dict[str, Any]) -> None:
 
 
 def of_device(tables: Sequence[Any], axis: str) -> jax.Array:
-    """Look up this device's array among those of all ranks."""
+    """Look up this device's array among the arrays of all ranks."""
     return jnp.asarray(np.stack(tables))[jax.lax.axis_index(axis)]
 
 
