@@ -370,7 +370,7 @@ def format_of(
 ) -> CacheFormat:
     """The latent format of a cache with this dtype and last axis, or check that it is the one called `name`.
 
-    Two records have tokens of 656 bytes: queries of `d_qk` columns read the one whose keys have as many, and without
+    Two records have tokens of 656 bytes: queries of `d_qk` columns read the record with keys of `d_qk` columns; without
     `d_qk` it is "v32". An error lists the records of these names, or else all of them.
 
     Raises

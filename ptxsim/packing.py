@@ -1,6 +1,6 @@
 """Distributions that are the same bytes in every build, and editable installs, for `setup.py` here and of mla_cupy.
 
-Dates are those of SOURCE_DATE_EPOCH, or one that never changes. Modes do not depend on the umask, nor owners on the
+Dates come from SOURCE_DATE_EPOCH, or are a constant. Modes do not depend on the umask, nor owners on the
 user.
 """
 

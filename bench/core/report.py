@@ -206,7 +206,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _upgraded(row: Any) -> Any:
-    """A row of an earlier version as one of today's."""
+    """Convert a row of an earlier version to the current version."""
     version = row.get("schema_version") if isinstance(row, dict) else None
     if version not in (1, 2, 3, 4) or (version < 3 and "variant" not in row):
         return row

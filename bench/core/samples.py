@@ -1,6 +1,6 @@
 """Samples of an operation's results: what the oracle expects of single rows, each with a tolerance of its own.
 
-Everything that is not sampled is only checked to be finite. The tolerance equals that of the tests: at most twice
+Everything that is not sampled is only checked to be finite. The tolerance is the same as in the tests: at most twice
 the error that the oracle makes with the kernels' own roundings, plus one unit in the last place of the row's largest
 value, plus what is left of terms that cancel (dq of a query with one key is 0).
 """

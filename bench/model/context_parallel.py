@@ -172,7 +172,7 @@ def measured_table(rates: ContextRates) -> Table:
 
 
 def predictions(rates: ContextRates) -> Iterator[tuple[Share, Share, float, float]]:
-    """Forward and backward of every case, the efficiency of the forward, and that of both."""
+    """Forward and backward of every case, the efficiency of the forward, and the efficiency of both."""
     for tokens in TOKENS:
         single = [share(tokens, 1, way, rates) for way in (False, True)]
         for world in WORLDS:

@@ -22,7 +22,7 @@ def pair_plan(name: str, element_bytes: int, tmem_dims: int = 0, apart: bool = F
     """128 rows by `cta_group::2`, tiles of 128 keys: each block has 64 rows, half of the keys, and half of V's columns.
 
     `tmem_dims` of Q's columns are in tensor memory. K and V that lie `apart` share no bytes: the half of V's columns of
-    the block's own keys arrives once more.
+    the block's own keys is loaded a second time.
     """
     keys, step = 128, OPERAND_ROW_BYTES // element_bytes
     scores = [Product(PAIR_ROWS, keys, (D_QK - tmem_dims) // step, pair=True)]

@@ -101,7 +101,7 @@ class Prediction:
 
 
 def predict(kernel: Kernel, case: SparseBackwardCase, machine: Machine, addition_tbps: float) -> Prediction:
-    """Every query selects `topk` rows; FLOPs are those of `SparseBackwardCase.cost`."""
+    """Every query selects `topk` rows; FLOPs come from `SparseBackwardCase.cost`."""
     heads = kernel.blocks(case.h_q)
     tile = tile_cycles(kernel, max(heads), machine)
     cycles = -(-case.topk // kernel.tile_keys) * tile.total + block_cycles(kernel, machine)

@@ -2,7 +2,7 @@
 
 The oracle over a whole large case would take minutes, so it computes a few (sequence, head) pairs: the first, the
 middle and the last of each. All other rows are only checked to be finite (the buffers start as NaN). The tolerance is
-that of the project's tests: at most twice the error that the oracle makes with the kernels' own roundings, plus one
+the same as in the tests: at most twice the error that the oracle makes with the kernels' own roundings, plus one
 unit in the last place of the largest value.
 """
 

@@ -251,7 +251,7 @@ def _paged(case: LogitsCase, rng: np.random.Generator) -> dict[str, Array]:
 # ---- What is timed ---------------------------------------------------------------------------------------------------
 
 GENERIC = "indexer_logits_generic"  # without tensor cores
-MMA = "indexer_logits_mma"  # with those of every GPU since Ampere
+MMA = "indexer_logits_mma"  # with the tensor cores of Ampere and newer GPUs
 
 
 class IndexerLogits(Own):

@@ -175,7 +175,7 @@ class LossOutputs:
 
 
 def make_inputs(case: LossCase, dtype: str, seed: int, device: Device) -> LossInputs:
-    """Normal numbers in bfloat16, whatever `dtype` is. The log-sum-exps are near those of the attention, which would
+    """Normal numbers in bfloat16, whatever `dtype` is. The log-sum-exps approximate the attention, which would
     take as long as the loss; targets are normalised anyway.
     """
     rng = np.random.default_rng(seed)

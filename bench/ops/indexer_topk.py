@@ -79,7 +79,7 @@ class TopkInputs:
 
 @dataclass(frozen=True)
 class Selection:
-    """Results of a call: indices (s_q, k); `lowest_ties` if of equal logits those of the lowest index are selected."""
+    """Results of a call: indices (s_q, k); `lowest_ties` if ties go to the lowest index."""
 
     indices: Any
     lowest_ties: bool

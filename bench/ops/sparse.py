@@ -191,7 +191,7 @@ def sampled_queries(case: SparseCase) -> npt.NDArray[np.int64]:
 
 
 def expect_forward(case: SparseCase, dtype: str, inputs: SparseInputs, device: Device, **options: Any) -> list[Sample]:
-    """The oracle's out, lse and max_logits of a few queries; `options` are those of the oracle."""
+    """The oracle's out, lse and max_logits of a few queries; `options` go to the oracle."""
     queries = sampled_queries(case)
     arguments = device.take(inputs.q, queries), device.to_host(inputs.kv), inputs.host_indices[queries]
     want, rounded = (

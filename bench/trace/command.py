@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Show when each warp of a call's kernels waits, and for what.
 
-The kernels are compiled once more, with a clock read before and after everything that waits: mbarriers, named
+The kernels are compiled a second time, with a clock read before and after everything that waits: mbarriers, named
 barriers, WGMMA groups, copies, clusters. No source is changed for it, and plain builds stay as they are. Both builds
 are timed, so that the price of tracing is known. It is lower where fewer places are recorded: those that --only finds,
 or --parts of them, each in a build and a run of its own, whose tables are put together. --parts auto halves what costs
@@ -132,7 +132,7 @@ class Subject:
 
     @property
     def timed(self) -> bool:
-        """False in the simulator, whose time is that of this machine."""
+        """False in the simulator, which takes this machine's time."""
         return not isinstance(self.device, HostDevice)
 
     def prepare(self) -> Prepared:

@@ -29,7 +29,7 @@ WARMUP = 2
 
 
 def load(name: str) -> BenchOperation:
-    """The operation by its name, and no other: those of later trees need what an older `mla_cupy` does not have."""
+    """Import one operation alone: operations of later trees may need features that an older `mla_cupy` lacks."""
     folder = name.replace("-", "_")
     module = importlib.import_module(f"..ops.{folder}", __package__)
     operation: BenchOperation = getattr(module, folder.upper())

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """Compare the machine code of two folders of builds, build by build.
 
 A change that only moves or renames source text leaves every instruction as it was; a build whose code differs is to be
-timed again. A build under a new name counts as renamed if its code equals that of a build whose name is gone. Facts
+timed again. A build under a new name counts as renamed if its code equals a build whose name is gone. Facts
 that a kernel exports are not code.
 """
 EPILOG = """example:

@@ -20,7 +20,7 @@ HOST_BATCH = 10  # calls: of at most ten launches each, far below the depth of t
 
 
 class CaseError(Exception):
-    """A tree could not do what it was asked for in this case."""
+    """A tree could not run this case."""
 
 
 @dataclass(frozen=True)

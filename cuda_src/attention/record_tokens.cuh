@@ -14,8 +14,8 @@
 namespace mla::attention {
 // Sparse decode: every query is a request whose tokens are the entries of its lists, the first list before the second.
 // DecodeParams describes the first cache in bytes (kv, num_pages, page_size, kv_stride_page_elems,
-// kv_stride_token_elems) and its lists (block_table, table_stride_b_elems, table_stride_page_elems; max_pages entries,
-// of which the first seqlens count).
+// kv_stride_token_elems) and its lists (block_table, table_stride_b_elems, table_stride_page_elems; max_pages entries;
+// the first seqlens count).
 struct ExtraAddresses {
     const u8* extra_cache;         // of the same record, or of its compact one; or null
     const i32* extra_indices;      // or null

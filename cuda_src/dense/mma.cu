@@ -63,7 +63,7 @@ static_assert(kHeldPanels <= 1, "the last panel");
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier      arrives (count)                        waits       first phase
 // k_full[g]    threads of g, with their copies (128)  warps of g  blocked
-// k_empty[g]   warps of g (4)                         warps of g  blocked: what is there is not the last tile's
+// k_empty[g]   warps of g (4)                         warps of g  blocked: a load always follows a release
 // v_full[g]    threads of g, with their copies, or    warps of g  blocked
 //              after they have looked at them (128)
 // v_empty[g]   warps of g (4)                         warps of g  blocked

@@ -19,7 +19,7 @@ namespace mla::indexer {
 // Few bits: the bytes of the histograms that a block receives set the pace.
 constexpr i32 kClusterDigitBits = 8;
 constexpr i32 kClusterBins = 1 << kClusterDigitBits;
-constexpr i32 kClusterDigits = 5;  // the first one, and those of a whole key
+constexpr i32 kClusterDigits = 5;  // the first digit, and the digits of a whole key
 constexpr i32 kBinWarps = kClusterBins / kWarpThreads;
 constexpr i32 kBinBarrier = 5;  // of the threads that own a bin; warpgroups have those before it
 #if __CUDA_ARCH__ == 900

@@ -173,7 +173,7 @@ MLA_DEVICE u32 piece_offset(i32 thread, i32 piece) {
 
 // ---- Gather ----------------------------------------------------------------------------------------------------
 static_assert(kRowsPerThread == 2,
-              "of a thread's rows, four threads fetch the RoPE columns of one and four those of the other");
+              "of a thread's rows, four threads fetch the RoPE columns of one row, and four of the other");
 
 struct Gather {
     Cursor at;                 // the tile to be fetched

@@ -18,7 +18,7 @@ MLA_DEVICE void commit_copies() {
 #endif
 }
 
-// Waits for the thread's own copies, except those of the last kPending commits.
+// Waits for the thread's own copies, except for the last kPending commits.
 template <i32 kPending>
 MLA_DEVICE void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800

@@ -4,8 +4,8 @@
 // and from here on the names of all waits stand for the functions below. The entry gets one more statement, a
 // `TracedWarp` after its brace. So a trace needs no change to a kernel, and a build without it is identical.
 //
-// A record has the clocks at both ends of a wait, and its place in the source. It costs ten instructions, none of which
-// waits for memory, and ptxas interleaves the kernel's own; `MLA_TRACE_LEAN` costs three more instructions and fewer
+// A record has the clocks at both ends of a wait, and its place in the source. It costs ten instructions that do not
+// wait for memory, and ptxas interleaves the kernel's own; `MLA_TRACE_LEAN` costs three more instructions and fewer
 // registers. Where `MLA_TRACE_ONLY` lists sites, waits elsewhere are compiled as if there were no trace.
 #pragma once
 #include "common/types.cuh"

@@ -1,8 +1,8 @@
 """All paths of a function over recorded numbers, as a decision diagram.
 
 The function runs once for each combination of outcomes of its comparisons that is not ruled out by those before. The
-paths are a tree, which is made as small as it gets: equal subtrees are one, a comparison without consequences goes, and
-so does one of which a side cannot happen.
+paths are a tree, which is made as small as it gets: equal subtrees are merged, and comparisons
+without consequences, or with a side that cannot happen, are removed.
 """
 
 from __future__ import annotations

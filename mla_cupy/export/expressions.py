@@ -1,7 +1,7 @@
 """Expressions over the arguments of a call: what arithmetic on recorded numbers leaves behind.
 
 Equal expressions are one object, so that they can be compared and looked up by identity. Every integer one knows its
-span: the least and the greatest value that it may have, by those of the variables in it.
+span: the least and the greatest value that it may have, from the spans of the variables in it.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class Recorder:
         ----------
         name : str
         arguments : iterable of Argument
-            Of the caller's: they are checked against their spans, before everything else.
+            Arguments that the caller passes. They are checked against their spans first.
         run : callable
             Does what the package does, with `self.device`; raises its errors.
         memory : sequence of Memory, optional

@@ -1,7 +1,7 @@
 """Calls of all operations: from the caller's arrays to launches, or to the oracle.
 
-The first call of its kind in a thread checks everything, configures the kernels and packs their parameters. A call with
-arrays and options like those of an earlier call, in everything except addresses, reuses all of that.
+The first call of its kind in a thread checks everything, configures the kernels and packs their parameters. A call
+with arrays and options that differ from an earlier call only in addresses reuses all of that.
 """
 
 from __future__ import annotations

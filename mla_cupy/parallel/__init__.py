@@ -1,13 +1,13 @@
-"""Context-parallel decode: one sequence's tokens over several GPUs, by one process per GPU or by one for all.
+"""Context-parallel decode: several GPUs share the tokens of a sequence, with one process per GPU or one for all.
 
 Token t is in the cache of rank t % world. Every rank decodes all heads over its own tokens, then the ranks exchange
-their partial results, and each merges those of its own heads. `ContextParallel` does that over a transport:
+their partial results, and each merges the results of its own heads. `ContextParallel` does that over a transport:
 
 - `PeerTransport`: GPUs of one host that reach each other's memory; one launch exchanges and merges;
 - `NcclTransport`: any GPUs that NCCL connects, by CuPy or nccl4py, on one host or on many;
-- `HostTransport`: arrays on the host, through the rendezvous: for tests, and to see it work without a GPU.
+- `HostTransport`: arrays on the host, through the rendezvous; for tests and trials without a GPU.
 
-The processes meet at a `Rendezvous`; `LocalGroup` is the same for threads of one process.
+Processes meet at a `Rendezvous`, threads of one process in a `LocalGroup`.
 """
 
 from mla_cupy.parallel.context import ContextParallel

@@ -29,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, and return the exit status: that of the first process that failed, else 0."""
+    """Run, and return the exit status of the first process that failed, else 0."""
     parser = _parser()
     given = parser.parse_args(argv)
     if given.gpus < 1:
@@ -59,7 +59,7 @@ def _start(given: argparse.Namespace, rank: int, port: int) -> subprocess.Popen[
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Until all have ended well, or one has not."""
+    """Wait until all processes have succeeded, or one has failed."""
     while True:
         codes = [process.poll() for process in processes]
         failed = [code for code in codes if code]

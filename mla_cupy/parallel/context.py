@@ -1,4 +1,4 @@
-"""Decode whose tokens are shared out over the ranks of a group."""
+"""Decode with the tokens of each sequence divided among the ranks of a group."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class ContextParallel:
         `PeerTransport`, `NcclTransport` or `HostTransport`.
     partial_dtype : str, optional
         Dtype in which partial results travel: "float32", the default, which rounds once, at the end; or the dtype of
-        the queries, which halves the bytes and rounds once more.
+        the queries, which halves the bytes and rounds a second time.
 
     Notes
     -----
-    One thread, and one stream, at a time may use it. It keeps room for the partial results of every shape of `q` that
-    it has seen, since CUDA graphs may go on using it: b * s_q * h_q * 2 KB in float32. Every rank must make the same
+    Use it from one thread and one stream at a time. It keeps buffers for the partial results of every shape of `q` that
+    it has seen, because CUDA graphs may still use them: b * s_q * h_q * 2 KB in float32. Every rank must make the same
     calls in the same order.
 
     Examples
@@ -93,30 +93,30 @@ class ContextParallel:
         kv_cache : array, (num_pages, page_size, d_qk), or in an FP8 format
             This rank's tokens: its token j is token j * world + rank of the sequence, unless `local_seqlens`.
         block_table : array, (b, max_pages), int32
-            Of this rank's cache.
+            Page table of this rank's cache.
         seqlens : array, (b,), int32
             Tokens of the whole sequences, the same on every rank; with `local_seqlens` the tokens on this rank.
         scale, causal, fp8, kernel
             As for `mla_decode`; the same on every rank, but for `kernel` and the scale of the cache.
         local_seqlens : bool
-            `seqlens` count this rank's own tokens, any of the sequence's in any order. Every query sees all of them, so
-            s_q must be 1 or `causal` False. The same on every rank. Default False.
+            `seqlens` count this rank's own tokens, which may be any tokens of the sequence in any order. Every
+            query sees all of them, so s_q must be 1 or `causal` False. The same on every rank. Default False.
         plan : DecodePlan, optional
             From `plan_decode` with this world and rank, updated for these `seqlens`; with `local_seqlens` from
             `plan_decode` without either.
         out : array, (b, s_q, h_q / world, 512), optional
-            Where the result goes.
+            Output array for the result.
         lse : array, (b, h_q / world, s_q), float32, optional
-            Where its log-sum-exp goes.
+            Output array for the log-sum-exps.
         out_dtype, lse_base, empty_lse
-            As for `mla_decode`; `out_dtype` is the dtype of `q` by default, bfloat16 of queries in e4m3.
+            As for `mla_decode`; `out_dtype` is the dtype of `q` by default, bfloat16 for queries in e4m3.
         stream : int or stream object, optional
-            Where to run. Default: the caller's library's current stream.
+            Stream to run on. Default: the current stream of the arrays' library.
 
         Returns
         -------
         out : array, (b, s_q, h_q / world, 512)
-            Heads rank * h_q / world and following.
+            Heads rank * h_q / world up to (rank + 1) * h_q / world.
         lse : array, (b, h_q / world, s_q), float32
 
         Raises
@@ -171,10 +171,10 @@ class ContextParallel:
         empty_lse: float = -inf,
         stream: Any = None,
     ) -> tuple[Any, Any]:
-        """Exchange and merge partial results of the caller's, such as projected ones.
+        """Exchange and merge the caller's partial results, such as projected ones.
 
-        The projection of values, 512 to 128 per head, is linear: applied before the exchange it makes a quarter of
-        the bytes.
+        The projection of values, 512 to 128 per head, is linear. Applied before the exchange, it reduces the bytes to
+        a quarter.
 
         Parameters
         ----------
@@ -183,7 +183,7 @@ class ContextParallel:
         lses : array, (b, h_q, s_q), float32
             Their log-sum-exps in base `lse_base`; either infinity means that the row saw no token.
         out, lse, out_dtype, lse_base, empty_lse, stream
-            As for `decode`; `out_dtype` is that of `outs` by default.
+            As for `decode`; `out_dtype` is the dtype of `outs` by default.
 
         Returns
         -------
@@ -199,7 +199,7 @@ class ContextParallel:
         return self.transport.merge(outs, lses, Result(out, lse, out_dtype, LseOptions(lse_base, empty_lse), stream))
 
     def _partials(self, family: arrays.Family, q: Any, stream: Any) -> tuple[Any, Any] | None:
-        """Arrays for the partial results of such queries, heads outermost; None where a library's cannot be written."""
+        """Arrays for the partial results of `q`, heads outermost; None if the library's arrays are immutable."""
         if not (family.on_gpu and family.mutable) or len(q.shape) != 4:
             return None
         b, s_q, h_q, _ = q.shape

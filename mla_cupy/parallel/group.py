@@ -1,4 +1,4 @@
-"""The members of a group, whether they are processes or threads: what transports ask of them."""
+"""Interface of a group's members, processes or threads, that transports use; and a group of threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mla_cupy.ops.checks import MAX_CP_WORLD, check_count, is_integer, is_number
 DEFAULT_TIMEOUT = 60.0
 """Seconds that a member waits for the others."""
 MAX_TIMEOUT = 1e9
-"""Decades: more than Python's locks can wait for on every system is refused."""
+"""Longest timeout in seconds, decades: some systems' locks accept no longer wait."""
 
 
 @runtime_checkable
@@ -26,7 +26,7 @@ class Group(Protocol):
 
     @property
     def rank(self) -> int:
-        """This one's number, from 0 on."""
+        """Number of this member, starting at 0."""
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Gather every member's object, in the order of the ranks; all of them must call it.
@@ -34,7 +34,7 @@ class Group(Protocol):
         Raises
         ------
         ParallelError
-            If one does not within the time, or is gone.
+            If a member is gone, or does not call it in time.
         """
 
     def check(self) -> None:
@@ -47,8 +47,8 @@ class Group(Protocol):
 def weakly(method: Callable[[], None]) -> Callable[[], None]:
     """A callback for `Group.on_loss` that calls `method` while its object lives, and does not keep it alive.
 
-    A transport and a group that keep each other would live until Python's collector comes by. Their memory would be
-    freed then, which waits for the GPU, maybe for an exchange of other transports that this very thread must join.
+    If a transport and a group kept each other alive, Python's garbage collector would free their memory at an arbitrary
+    time. Freeing waits for the GPU, perhaps for an exchange of other transports that this very thread must join.
     """
     reference = weakref.WeakMethod(method)
 
@@ -61,7 +61,7 @@ def weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def check_world(world: Any, rank: Any) -> tuple[int, int]:
-    """Both as Python's numbers; raises ArgumentError unless `rank` is one of `world` ranks."""
+    """Convert both to Python integers; raises ArgumentError unless `rank` is one of `world` ranks."""
     world = check_count("world", world, 1, MAX_CP_WORLD)
     if not is_integer(rank) or not 0 <= rank < world:
         raise ArgumentError(explain("rank", repr(rank), f"an integer from 0 to world - 1 = {world - 1}"))
@@ -69,7 +69,7 @@ def check_world(world: Any, rank: Any) -> tuple[int, int]:
 
 
 def check_timeout(timeout: Any) -> float:
-    """Seconds as Python's number; raises ArgumentError unless they are some."""
+    """Convert seconds to a Python float; raises ArgumentError unless they are valid."""
     if not is_number(timeout) or not 0 < timeout < MAX_TIMEOUT:
         raise ArgumentError(explain("timeout", repr(timeout), "seconds, above 0"))
     return float(timeout)

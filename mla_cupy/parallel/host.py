@@ -1,4 +1,4 @@
-"""Partial results through the rendezvous: slow, without a GPU, and right."""
+"""Partial results through the rendezvous: slow but correct, without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mla_cupy.parallel.transport import OfGroup, Result, check_alike, heads_per_
 
 
 class HostTransport(OfGroup):
-    """Arrays on the host, NumPy's or PyTorch's; every rank sees the partial results of all.
+    """NumPy or PyTorch arrays on the host; every rank receives the partial results of all ranks.
 
     Parameters
     ----------

@@ -15,22 +15,22 @@ from mla_cupy.parallel.group import Group, weakly
 from mla_cupy.parallel.transport import OfGroup, Result, check_alike, heads_per_rank
 
 _BY_HEAD = {4: (2, 0, 1, 3), 3: (1, 0, 2)}
-"""The axes of outs and of lses, heads first: then what goes to one rank is in one piece."""
+"""Axes of outs and of lses with heads first, so that the data for one rank is contiguous."""
 _STATES = {5: (0, 2, 3, 1, 4), 4: (0, 2, 1, 3)}
-"""And back, behind the axis of the ranks."""
+"""The inverse permutations, after the axis of the ranks."""
 
 
 class NcclTransport(OfGroup):
     """GPUs that NCCL connects, on one host or several; one process, or one thread, per GPU.
 
-    Needs CuPy with NCCL, or nccl4py. Ranks that see a call of new shapes first compare it through the group; after
+    Needs CuPy with NCCL, or nccl4py. Ranks first compare a call of new shapes through the group; after
     that the host does not wait, and the exchange can be captured in a CUDA graph. Calls must be the same, in the same
-    order, on every rank. One thread, and one stream, at a time may use it; it keeps what it receives of every shape.
+    order, on every rank. Use it from one thread and one stream at a time; it keeps a receive buffer for every shape.
 
     Parameters
     ----------
     group : Group
-        A `Rendezvous`, or a member of a `LocalGroup`; it carries NCCL's own address once.
+        A `Rendezvous`, or a member of a `LocalGroup`; it exchanges NCCL's unique id once.
     device : int, optional
         CUDA ordinal. Default: CuPy's current device.
     """
@@ -44,17 +44,17 @@ class NcclTransport(OfGroup):
         super().__init__(group)
         self._device = arrays.cupy_family().current_device() if device is None else device
         uid = self._nccl.get_unique_id() if group.rank == 0 else ()
-        # The numbers may be negative: bytes as signed characters.
+        # CuPy before 14 returns bytes as signed characters, so the numbers may be negative.
         shared = group.gather(bytes(x & 0xFF for x in uid))[0]
         with arrays.cupy_family().on_device(self._device):
             self._communicator = self._join(shared)
         group.on_loss(weakly(self._abort))
         self._aborted = False
-        self._received: dict[Any, Any] = {}  # kept: CUDA graphs may go on using them
+        self._received: dict[Any, Any] = {}  # kept because CUDA graphs may still use them
         self._compared: set[bytes] = set()
 
     def _join(self, unique: bytes) -> Any:
-        """NCCL's communicator: CuPy 14 takes the identifier as bytes, earlier ones take signed numbers."""
+        """Make an NCCL communicator: CuPy 14 accepts the identifier as bytes, earlier versions as signed numbers."""
         world, rank = self._group.world, self._group.rank
         try:
             return self._nccl.NcclCommunicator(world, unique, rank)
@@ -87,13 +87,13 @@ class NcclTransport(OfGroup):
         return family.release(out), family.release(lse)
 
     def _compare(self, call: bytes) -> None:
-        """Once for each call: NCCL waits for ever where ranks exchange different numbers of bytes."""
+        """Compare each new call once, because NCCL waits forever if ranks exchange different numbers of bytes."""
         if call not in self._compared:
             check_alike(self._group.gather(call), self.rank)
             self._compared.add(call)
 
     def _all_to_all(self, native: arrays.Native, given: tuple[Any, Any], device: int, stream: int) -> list[Any]:
-        """Every rank's numbers of this rank's heads: (world, heads, ...)."""
+        """Exchange data: returns every rank's values of this rank's heads, (world, heads, ...)."""
         nccl, world = self._nccl, self.world
         received, pieces = [], []
         for x in given:

@@ -1,4 +1,4 @@
-"""nccl4py, NVIDIA's binding of NCCL, in the form of CuPy's: as much as `NcclTransport` calls."""
+"""Adapter from nccl4py, NVIDIA's binding of NCCL, to the part of CuPy's interface that `NcclTransport` calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class _Communicator:
-    """Sends by nccl4py's layer of plain addresses: the layer above it imports PyTorch where it is installed."""
+    """Communicator over nccl4py's low-level bindings; its high-level layer would import PyTorch if installed."""
 
     def __init__(self, bindings: Any, communicator: Any) -> None:
         self._bindings, self._communicator = bindings, communicator
@@ -39,7 +39,7 @@ class Nccl4Py:
 
 
 def find() -> Nccl4Py | None:
-    """nccl4py, where a version of at least 0.6 is installed and finds NCCL's library."""
+    """Return nccl4py's adapter if version 0.6 or newer is installed and finds NCCL's library."""
     try:
         from nccl import core
         from nccl.bindings import nccl as bindings

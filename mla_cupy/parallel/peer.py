@@ -1,4 +1,4 @@
-"""Results straight into the memory of the other GPUs: one launch merges pieces, exchanges, and merges again."""
+"""Exchange through peer memory: one launch merges pieces, stores into the other GPUs, and merges again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FAILURES = {
 
 
 class _Own(NamedTuple):
-    """A rank's memory; each keeps itself alive."""
+    """Memory of a rank; each array owns its allocation."""
 
     slabs: Any
     flags: Any
@@ -46,14 +46,14 @@ class PeerTransport(OfGroup):
     """GPUs of one host that reach each other's memory; one process, or one thread, per GPU.
 
     After a decode one launch stores each rank's partial results into the others' memory, waits for theirs and merges.
-    Where the decode has a plan, that launch also merges the requests that were split, in place of the decode's own
-    merge. The host takes no part, so it can be captured in a CUDA graph. A wait is bounded: a rank whose wait has
-    failed returns NaN from then on, and the next call or `check` says why.
+    If the decode has a plan, that launch also merges the split requests and replaces the decode's own
+    merge. The host takes no part, so it can be captured in a CUDA graph. Waits are bounded: after a timeout, a rank
+    returns NaN from then on, and the next call or `check` says why.
 
     Parameters
     ----------
     group : Group
-        A `Rendezvous`, or a member of a `LocalGroup`; it carries handles of memory once.
+        A `Rendezvous`, or a member of a `LocalGroup`; it exchanges memory handles once.
     device : int, optional
         CUDA ordinal. Default: CuPy's current device.
     max_rows : int
@@ -72,7 +72,7 @@ class PeerTransport(OfGroup):
 
     Notes
     -----
-    It takes 2 * world * (max_rows * (4 * max_d + 16) + 2^15) bytes, and a few more, half of them for the step at hand.
+    It allocates a little over 2 * world * (max_rows * (4 * max_d + 16) + 2^15) bytes; an exchange uses half of them.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PeerTransport(OfGroup):
     def for_devices(cls, devices: Sequence[int], **options: Any) -> list[PeerTransport]:
         """Make one transport per device, all in this process; one thread may make the calls of all ranks in turn.
 
-        `options` are those of the class. A call of one rank only completes once all ranks have made it.
+        `options` are the options of the class. A rank's call completes only once all ranks have made it.
         """
         group = LocalGroup(len(devices))
 
@@ -170,7 +170,7 @@ class PeerTransport(OfGroup):
         return own
 
     def _write(self, address: int, data: np.ndarray[Any, Any]) -> None:
-        """Copy to the GPU, and wait for it."""
+        """Copy to the GPU, and wait for the copy."""
         self._cupy.write(address, np.ascontiguousarray(data), self._device)
 
     def _meet(self) -> None:
@@ -194,7 +194,7 @@ class PeerTransport(OfGroup):
         self._max_blocks = min(member["blocks"] for member in members)
         local = [member["device"] for member in members if member["process"] == me["process"]]
         cupy.open_peers(self._device, local)
-        # Not every system can share memory between processes; one process does without.
+        # Not every system can share memory between processes; a single process needs no sharing.
         alone = len(local) == self.world
         handles = [] if alone else [cupy.share(x).hex() for x in (own.slabs, own.flags)]
         shared = [json.loads(payload) for payload in self._group.gather(json.dumps(handles).encode())]
@@ -205,7 +205,7 @@ class PeerTransport(OfGroup):
             else:
                 mailboxes[rank] = tuple(cupy.open_shared(bytes.fromhex(x), self._device) for x in shared[rank])
         self._write(own.mailboxes.ptr, mailboxes.view(np.uint8))
-        self._group.gather(b"ready")  # no flag is written before it is zero
+        self._group.gather(b"ready")  # no rank writes a flag before it is zero
 
     def _abort(self) -> None:
         self._report["abort"][0] = 1
@@ -232,7 +232,7 @@ class PeerTransport(OfGroup):
         return call
 
     def _results(self, family: Family, call: Exchange, dtype: str, result: Result, stream: int) -> list[Any]:
-        """The caller's arrays, checked, or new ones."""
+        """Check the caller's output arrays, or make new ones."""
         native = family.native
         shapes = ((call.b, call.s_q, call.heads, call.d), (call.b, call.heads, call.s_q))
         wanted = name_of(result.out_dtype) if result.out_dtype is not None else dtype
@@ -281,7 +281,7 @@ def _in_chunks(outs: View) -> bool:
 
 
 def _boot() -> str:
-    """Boot identifier, which tells hosts of one name apart; "" where the system has none."""
+    """Boot identifier, which distinguishes hosts of the same name; "" if the system has none."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()

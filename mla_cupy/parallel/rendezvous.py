@@ -1,6 +1,6 @@
-"""Rendezvous of a group's processes: rank 0 listens, the others connect, and all notice when one is gone.
+"""Rendezvous of a group's processes: rank 0 listens, the other ranks connect, and all notice when a process is gone.
 
-It carries what is small and rare, such as handles of memory: tensors travel through transports.
+It carries small, rare messages such as memory handles; transports carry tensors.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mla_cupy.parallel.group import DEFAULT_TIMEOUT, check_timeout, check_world
 BEAT_SECONDS = 1.0
 """Heartbeat interval of an idle process, in seconds."""
 SILENCE_SECONDS = 5.0
-"""After so long without a word a process counts as gone; one that ends is noticed at once."""
+"""Seconds of silence after which a process counts as gone; a process that ends is noticed at once."""
 
-_HEADER = struct.Struct("<4sBIQ")  # magic, kind, rank, bytes that follow
+_HEADER = struct.Struct("<4sBIQ")  # magic, kind, rank, length of the payload
 _MAGIC = b"MLAr"
 _HELLO, _GATHER, _BEAT, _LOST, _LEAVE = range(5)
 _MAX_BYTES = 1 << 32
@@ -202,7 +202,7 @@ class Rendezvous:
                 return link
 
     def _greet(self, address: tuple[str, int], deadline: float) -> _Link:
-        """A connection to rank 0, which takes this rank."""
+        """Connect to rank 0, and wait until it accepts this rank."""
         link = _Link(socket.create_connection(address, timeout=max(0.01, deadline - time.monotonic())))
         try:
             link.send(_HELLO, self.rank, self._hello)
@@ -238,7 +238,7 @@ class Rendezvous:
         return payload
 
     def _listen(self, other: int, link: _Link) -> None:
-        """Until the process leaves or is lost."""
+        """Read messages until the process leaves or is lost."""
         lost = ""
         while not lost and not self._closed.is_set():
             try:
@@ -264,7 +264,7 @@ class Rendezvous:
                     link.send(_BEAT, self.rank, b"")
 
     def _lose(self, what: str) -> None:
-        """Note it, tell the others, wake who waits."""
+        """Record the loss, tell the other processes, and wake waiting threads."""
         with self._lock:
             if self._lost or self._closed.is_set():
                 return
@@ -280,11 +280,11 @@ class Rendezvous:
 
 
 class _BadMessageError(Exception):
-    """Message that is not one of ours."""
+    """Message from a stranger, not in this protocol."""
 
 
 class _Link:
-    """A connection that carries whole messages, from several threads."""
+    """A connection that carries whole messages; several threads may send."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -29,7 +29,7 @@ class Result(NamedTuple):
 
 @runtime_checkable
 class Transport(Protocol):
-    """The way between the ranks of a group."""
+    """Exchange between the ranks of a group."""
 
     @property
     def world(self) -> int:
@@ -37,10 +37,10 @@ class Transport(Protocol):
 
     @property
     def rank(self) -> int:
-        """This one."""
+        """This rank."""
 
     def merge(self, outs: Any, lses: Any, result: Result) -> tuple[Any, Any]:
-        """Exchange partial results, and merge those of this rank's heads.
+        """Exchange partial results, and merge the results of this rank's heads.
 
         Parameters
         ----------
@@ -73,7 +73,7 @@ class OfGroup:
 
     @property
     def rank(self) -> int:
-        """This one."""
+        """This rank."""
         return self._group.rank
 
     def check(self) -> None:
@@ -86,11 +86,11 @@ class MergesSplits(Protocol):
     """A transport that merges the pieces of a decode's split requests itself."""
 
     def merge_splits(self, outs: Any, lses: Any, splits: Splits, result: Result) -> tuple[Any, Any]:
-        """See `Transport.merge`; `outs` and `lses` lack the rows of the requests that `splits` has pieces of."""
+        """See `Transport.merge`; `outs` and `lses` lack the rows of the requests that `splits` cuts into pieces."""
 
 
 def check_alike(calls: Sequence[bytes], rank: int) -> None:
-    """Raise ParallelError unless what every rank says of its call is what this one says."""
+    """Raise ParallelError unless every rank describes its call as this one does."""
     mine = calls[rank]
     for other, theirs in enumerate(calls):
         if theirs != mine:
@@ -99,12 +99,12 @@ def check_alike(calls: Sequence[bytes], rank: int) -> None:
 
 
 def heads_per_rank(outs: tuple[int, ...], lses: tuple[int, ...], world: int) -> int:
-    """The query heads that one rank gets of partial results with these shapes.
+    """Number of query heads per rank, for partial results of these shapes.
 
     Raises
     ------
     ShapeError
-        If the shapes are not those of partial results, or the heads cannot be shared evenly.
+        If the shapes do not fit partial results, or the heads cannot be shared evenly.
     """
     if len(outs) != 4:
         raise ShapeError(explain("outs.shape", outs, "(b, s_q, h_q, d)"))

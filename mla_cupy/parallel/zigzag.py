@@ -18,7 +18,7 @@ from mla_cupy.shapes import MAX_TOKENS
 Rows = npt.NDArray[np.int64]
 Starts = npt.NDArray[np.int32]
 HALVES = (0, 1)
-"""A rank's two pieces of a sequence: an early one, which few keys precede, and a late one."""
+"""A rank's two pieces of a sequence: an early piece, with few keys before it, and a late piece."""
 CHUNK_TOKENS = 16384
 """Default number of tokens whose keys and values exist at a time."""
 _MAX_WORLD = 1 << 16
@@ -30,7 +30,7 @@ class Zigzag:
     """Packed sequences, each cut into 2 * world pieces: rank r holds pieces r and 2 * world - 1 - r of every sequence.
 
     A late piece has many keys before it and an early one few, so causal attention costs every rank the same. A rank
-    stores its early and its late piece of the first sequence, then those of the second one, and so on: the order of
+    stores its early and late pieces of the first sequence, then the pieces of the second one, and so on: the order of
     Transformer Engine and Megatron-Core.
 
     Attributes
@@ -67,7 +67,7 @@ class Zigzag:
         lengths = tuple(check_count("lengths", length, 0, MAX_TOKENS) for length in self.lengths)
         if not lengths:
             raise ArgumentError(explain("lengths", self.lengths, "the tokens of at least one sequence"))
-        object.__setattr__(self, "lengths", lengths)  # of any integers, so that equal ones have equal hashes
+        object.__setattr__(self, "lengths", lengths)  # accepts any integer type; equal zigzags must have equal hashes
 
     @property
     def tokens(self) -> int:
@@ -94,7 +94,7 @@ class Zigzag:
         return (rows - self.positions(rank)).astype(np.int32), (rows + 1).astype(np.int32)
 
     def split(self, x: Any, rank: int) -> Any:
-        """Rows of an array, (tokens, ...), that a rank holds: of NumPy, CuPy, PyTorch or JAX.
+        """Rows that a rank holds of an array, (tokens, ...), of NumPy, CuPy, PyTorch or JAX.
 
         Raises
         ------
@@ -155,7 +155,7 @@ class Segments(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Rows that are gathered at a time, such as a slice of every rank's early pieces, or of the late ones.
+    """Rows that are gathered together, such as a slice of every rank's early or late pieces.
 
     Attributes
     ----------
@@ -166,7 +166,7 @@ class Chunk(NamedTuple):
     order : array, int64
         Rows of the gathered array, (world * most, ...), by sequence, then by piece.
     calls : tuple of Segments
-        Queries of the early pieces and queries of the late ones; those that come before the keys are left out.
+        Queries of the early pieces and queries of the late pieces, without queries before the keys.
     """
 
     sent: Rows
@@ -176,7 +176,7 @@ class Chunk(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Calls and exchanges of a rank.
+    """A rank's calls of `mla_prefill`, and its exchanges.
 
     Attributes
     ----------
@@ -192,7 +192,7 @@ class Schedule(NamedTuple):
 
 @functools.lru_cache(maxsize=_MOST_SCHEDULES)
 def whole(zigzag: Zigzag, rank: int) -> Chunk:
-    """All rows at a time, which are gathered in the sequences' order.
+    """Chunk of all rows, gathered in the sequences' order.
 
     The calls are for queries of the early pieces and of the late ones, causal.
     """
@@ -251,7 +251,7 @@ def _by_piece(world: int, half: int) -> Sequence[int]:
 
 
 def _segments(zigzag: Zigzag, rank: int, queries: int, half: int, sizes: Rows) -> Segments:
-    """Queries of a half, and the keys of a chunk, of another or the same half, that lie in pieces before theirs."""
+    """Queries of a half, and the keys of a chunk in earlier pieces; the chunk is of either half."""
     ranks = _by_piece(zigzag.world, half)
     before = list(ranks[: ranks.index(rank)] if queries == half else ranks)
     return _paired(zigzag, rank, queries, sizes[before].sum(0), sizes.sum(0))

@@ -57,7 +57,7 @@ def mla_decode(
     """Attend from a few query tokens per sequence to a paged latent cache.
 
     out[i, h] = sum_j softmax_j(scale * q[i, h] . k[j]) * k[j, :d_v], where j runs over the visible tokens: those
-    below the sequence's length and, if causal, with j <= i + length - s_q; or those of the mask. With a sink, `out` is
+    below the sequence's length and, if causal, with j <= i + length - s_q; or in the mask. With a sink, `out` is
     multiplied by 1 / (1 + exp(attn_sink[h] - lse)).
 
     Parameters

@@ -35,8 +35,8 @@ def indexer_topk(
     ----------
     logits : array, (s_q, s_kv), float32
     ks, ke : array, (s_q,), integers, optional
-        Row t selects among ks[t] <= s < ke[t], both clamped to [0, s_kv]. Default: all. Of fewer numbers ke, b of
-        them, each is that of the last of a sequence's s_q / b rows; each row before sees one key less.
+        Row t selects among ks[t] <= s < ke[t], both clamped to [0, s_kv]. Default: all. If ke has b numbers,
+        each belongs to the last of a sequence's s_q / b rows; each row before it sees one key less.
     block_table : array, (b, max_pages), integers, optional
         The pages of each sequence, which has s_q / b rows: an index s becomes block_table[., s // page_size] *
         page_size + s % page_size, or -1 past the end of the table and where that is no int32 from 0 on.

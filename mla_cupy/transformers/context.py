@@ -37,7 +37,7 @@ class Context(NamedTuple):
 
     @staticmethod
     def of(group: Any, b: int, s: int) -> Context | None:
-        """Rows of which every rank has s tokens; None without a group."""
+        """Context of b rows with s tokens on every rank; None without a group."""
         if group is None:
             return None
         world = dist.get_world_size(group)

@@ -91,7 +91,7 @@ def loading(times: int) -> dict:
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--times", type=int, default=5, help="runs of each kernel, of which the best counts")
+    parser.add_argument("--times", type=int, default=5, help="runs of each kernel; the best counts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     options = parser.parse_args()
     rows, load = kernels(options.times), loading(options.times)

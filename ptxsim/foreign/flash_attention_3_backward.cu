@@ -1,4 +1,4 @@
-// Runs FlashAttention-3's backward kernels, and compares the gradients with those of attention in double.
+// Runs FlashAttention-3's backward kernels, and compares the gradients with attention in double.
 // See run.py for how it is compiled and run. Macros: HEAD (columns), CAUSAL (0 or 1), ROWS and KEYS (tile sizes),
 // SWAP_DQ (0 or 1) and WARPGROUPS_DQ (along the rows of dQ), as the dispatch by head chooses them; DETERMINISTIC (0 or
 // 1: blocks add to dQ in their order).

@@ -1,6 +1,6 @@
 """Plant bugs in the PTX of other projects' kernels, and tell which ones the simulator finds and what it says.
 
-The kernels are those of run.py, which says where their sources come from, and one that Triton has compiled (in the
+The kernels are run.py's, which says where their sources come from, and one that Triton has compiled (in the
 tests of this distribution)::
 
     python foreign/planted.py --sources . --build /tmp/foreign

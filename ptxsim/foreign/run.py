@@ -58,7 +58,7 @@ class Program:
     source : str
         Its name, without ``.cu``.
     headers : tuple of str
-        Directories to include from, below those of the checkouts.
+        Directories to include from, below the checkouts.
     macros : dict
         What selects the kernel.
     lengths : tuple

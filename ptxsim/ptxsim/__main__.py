@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None, name: str = "ptxsim") -> int:
         status = _COMMANDS[options.command](options)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # as `| head` leaves it; the interpreter must not flush it once more
+    except BrokenPipeError:  # as `| head` leaves it; the interpreter must not flush it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
     except UnicodeDecodeError as error:

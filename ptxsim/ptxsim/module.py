@@ -354,7 +354,7 @@ class Module:
 
 
 def check_shape(program: Program, grid: tuple, block: tuple, cluster: Dims | None, smem: int) -> tuple[int, int, int]:
-    """Check a launch's dimensions as the driver does; return those of the cluster."""
+    """Check a launch's dimensions as the driver does; return the cluster's dimensions."""
     name, directives = program.name, program.function.directives
     declared = directives.get("reqnctapercluster")
     if declared and cluster is not None and _dims(declared) != _dims(cluster):

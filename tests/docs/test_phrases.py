@@ -1,8 +1,9 @@
-"""Phrases that a reader stumbles over, and dates, which belong to bench/log and the changelog."""
+"""Phrases that a reader stumbles over, in pages and sources; and dates, which belong to bench/log and the changelog."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,19 @@ PHRASES = (
     "of the caller's",
     "beside",
 )
-STUMBLES = re.compile(rf"\b(?:{'|'.join(PHRASES)})\b".replace(" ", r"\s+"), re.IGNORECASE)
+GOOD_IN_CODE = ("whose", "beside", "as many", "of the caller's")
+"""Phrases that read well in docstrings and comments, such as "as many blocks as fit" and "of the caller's library"."""
+SOURCES = ("mla_cupy", "bench", "tools", "ptxsim", "cuda_src")
+SUFFIXES = frozenset((".py", ".cu", ".cuh"))
+
+
+def _any_of(phrases: Iterable[str], gap: str) -> re.Pattern[str]:
+    return re.compile(rf"\b(?:{'|'.join(phrases)})\b".replace(" ", gap), re.IGNORECASE)
+
+
+STUMBLES = _any_of(PHRASES, r"\s+")
+STUMBLES_IN_CODE = _any_of((x for x in PHRASES if x not in GOOD_IN_CODE), r"(?:[\s/\"']|#:?|\bf(?=[\"']))+")
+"""Phrases in docstrings, comments and messages, also across lines: code has no two of these words in a row."""
 DATE = re.compile(r"\b20\d\d-\d\d(?:-\d\d)?\b")
 
 _FENCED = re.compile(r"^( *)(```+|~~~+).*?^\1\2$", re.MULTILINE | re.DOTALL)
@@ -70,6 +83,21 @@ def test_pages_have_no_stumbling_phrases(page: Path) -> None:
     assert stumbles(page.read_text()) == []
 
 
+def stumbles_in_code(source: str) -> list[str]:
+    return [f"{source.count(chr(10), 0, x.start()) + 1}: {x[0]!r}" for x in STUMBLES_IN_CODE.finditer(source)]
+
+
+@pytest.mark.parametrize("tree", SOURCES)
+def test_sources_have_no_stumbling_phrases(tree: str) -> None:
+    """Docstrings, comments and messages repeat the noun and name the number."""
+    found = []
+    for path in sorted((REPOSITORY / tree).rglob("*")):
+        if path.suffix in SUFFIXES:
+            name = path.relative_to(REPOSITORY).as_posix()
+            found += [f"{name}:{stumble}" for stumble in stumbles_in_code(path.read_text())]
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
 def test_pages_are_short(page: Path) -> None:
     """At most 200 lines without code; at most 120 characters in a line that is no row of a table."""
@@ -83,3 +111,9 @@ def test_stumbling_phrases_are_found() -> None:
         "The scale of Q and that\nof K.\n```\nthat of\n```\n`once more`, [a](b-2026-11-27.md) on 2026-11-27: So many\n"
     )
     assert stumbles(text) == ["1: that of", "6: So many", "6: 2026-11-27"]
+
+
+def test_stumbling_phrases_in_code_are_found() -> None:
+    comments = "// The scale of Q and that\n// of K.\n#: once\n#: more\n"
+    source = comments + 'raise E("there are so "\n    f"many")\nthat_of = those, of\n'
+    assert [x.split(":")[0] for x in stumbles_in_code(source)] == ["1", "3", "5"]

@@ -17,9 +17,9 @@ _TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def on_all_ranks(world: int, task: Callable[..., Any], *arguments: Any, without: tuple[int, ...] = ()) -> list[Any]:
-    """`task(rank, *arguments)` in `world` processes of a group; what each returned, or its traceback as a string.
+    """Run `task(rank, *arguments)` in `world` processes of a group; return each one's result, or its traceback as text.
 
-    None of a process that ended without either, and of those that are not waited for.
+    The result is None for a process that ended without either, or that nobody waited for.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__, "mla_cupy.torch.parallel"])
@@ -67,4 +67,4 @@ def _run(end: Any, rank: int, world: int, port: int, task: Any, arguments: tuple
     except Exception:
         result = traceback.format_exc()
     end.send_bytes(pickle.dumps(result))  # `send` would share the memory of tensors, which ends with this process
-    signal.pause()  # until all have answered: a rank that leaves closes connections that others may still read
+    signal.pause()  # stay until all have answered: a rank that leaves closes connections that others may still read

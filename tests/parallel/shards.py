@@ -1,4 +1,4 @@
-"""A batch of sequences whose tokens are shared out over ranks, and the results that the ranks must reach."""
+"""A batch of sequences divided among ranks by tokens, and the expected results of the ranks."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Batch:
         return q, [rng.standard_normal((length, self.d_qk)).astype(kind) for length in self.seqlens]
 
     def shard(self, world: int, rank: int) -> tuple[Array, Array, Array, Array]:
-        """The arguments of a decode on one rank; what no token fills is NaN, and pages are in random order."""
+        """Arguments of a decode on one rank; unused rows of the cache are NaN, and pages are in random order."""
         q, keys = self.tokens()
         table, cache = self._paged([sequence[rank::world] for sequence in keys], rank)
         return q, cache, table, np.array(self.seqlens, np.int32)
 
     def scattered(self, world: int, rank: int) -> tuple[Array, Array, Array, Array]:
-        """The same with tokens at random on any rank, in any order, and the lengths of this one's; some have none."""
+        """As `arguments`, with each token on a random rank in random order, and this rank's lengths, which may be 0."""
         rng = np.random.default_rng(self.seed + 1)
         q, keys = self.tokens()
         owners = [rng.choice(rng.permutation(world)[: 1 + i % world], len(x)) for i, x in enumerate(keys)]
@@ -60,7 +60,7 @@ class Batch:
         return table, cache
 
     def expected(self, causal: bool = True, rounding: str | None = None) -> tuple[Array, Array]:
-        """What one rank with all tokens finds; with `rounding`, as kernels round."""
+        """Result of one rank with all tokens; with `rounding`, rounded as kernels do."""
         return reference.mla_decode(*self.shard(1, 0), causal=causal, rounding=rounding)
 
 

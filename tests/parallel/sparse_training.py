@@ -72,7 +72,7 @@ def on_rank(rank: int, given: Tokens, world: int) -> Tensors:
 
 
 def _results(x: Tensors, dout: torch.Tensor, main: Any, losses: Any, kls: Any) -> Tensors:
-    """What ranks and the one process are compared by; losses are added up."""
+    """Results to compare between the ranks and the one process; losses are summed."""
     (out, lse, indices), (sparse, warm) = main, losses
     (out.float() * dout.float()).sum().add(sparse + warm).backward()
     found = {"out": out, "lse": lse, "indices": indices.sort(-1).values, "sparse_kl": kls[0], "warm_kl": kls[1]}

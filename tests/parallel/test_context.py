@@ -27,7 +27,7 @@ def _numpy_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_all_ranks(world: int, task: Any) -> list[Any]:
-    """`task(context)` on every rank."""
+    """Run `task(context)` on every rank."""
     group = LocalGroup(world, timeout=60)
     with ThreadPoolExecutor(world) as threads:
         futures = [threads.submit(task, ContextParallel(HostTransport(group.member(r)))) for r in range(world)]
@@ -68,7 +68,7 @@ def test_ranks_agree_with_one(batch: Batch, world: int, causal: bool) -> None:
 
 @pytest.mark.parametrize(("math", "coded"), [("exact", False), ("fp8", False), ("fp8", True)])
 def test_records_of_e4m3(math: str, coded: bool) -> None:
-    """Their scale, that of queries in e4m3, and the arithmetic reach every rank's decode."""
+    """The cache's scale, the scale of queries in e4m3 and the arithmetic reach every rank's decode."""
     batch, e4m3 = Batch((100, 1, 0, 37), h_q=4), ml_dtypes.float8_e4m3fn
     options = {"math": math, "kv_scale": 0.5, "q_scale": 0.25 if coded else 1.0, "out_dtype": "float32"}
 

@@ -27,14 +27,14 @@ from tests.support.tolerance import check
 pytestmark = pytest.mark.gpu
 WORLD = 2
 KINDS = ["peer", "nccl", "nccl4py"]
-"""NCCL by CuPy's binding, and by NVIDIA's, which is taken where CuPy has none."""
+"""NCCL through CuPy's binding, or NVIDIA's if CuPy has none."""
 
 
 # ---- Ranks that share a GPU ------------------------------------------------------------------------------------
 
 
 def on_gpu(ranks: Ranks) -> tuple[list[Any], list[Any]]:
-    """Its slabs and flags, and the arrays in the order of the kernel's addresses, on the GPU."""
+    """A rank's slabs and flags, and the arrays in the order of the kernel's addresses, on the GPU."""
     import cupy
 
     shared = [cupy.asarray(ranks.slabs), cupy.asarray(ranks.flags)]
@@ -44,7 +44,7 @@ def on_gpu(ranks: Ranks) -> tuple[list[Any], list[Any]]:
 
 
 def addresses_of(ranks: Ranks, placed: list[Any]) -> list[int]:
-    """Those of the kernel; without pieces there is no schedule."""
+    """Addresses that the kernel reads; without pieces there is no schedule."""
     addresses = [0, *(x.data.ptr for x in placed)]
     if not ranks.num_splits:
         addresses[1 + ADDRESSES.index("schedule")] = 0
@@ -73,7 +73,7 @@ def test_ranks_of_one_gpu(gpu: DeviceInfo, ranks: Ranks) -> None:
     ranks.__post_init__()
     ranks.fill(0)
     shared, placed = on_gpu(ranks)
-    cupy.cuda.get_current_stream().synchronize()  # the copies are there before another stream reads them
+    cupy.cuda.get_current_stream().synchronize()  # the copies are done before another stream reads them
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         step: Prepared = ranks.prepared(gpu, stream.ptr)
@@ -116,7 +116,7 @@ def two_gpus(gpu: DeviceInfo) -> None:
 
     if cupy.cuda.runtime.getDeviceCount() < WORLD:
         pytest.skip(f"needs {WORLD} GPUs")
-    gc.collect()  # what earlier tests have left is freed now: amid an exchange that would wait for it
+    gc.collect()  # free earlier tests' memory now: amid an exchange, freeing would wait for it
 
 
 def transports(kind: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
@@ -132,7 +132,7 @@ def transports(kind: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> li
 
 
 def each(task: Callable[[int], Any]) -> list[Any]:
-    """`task(rank)` on every rank at once, with its GPU as the current one."""
+    """Run `task(rank)` on all ranks at once, each with its GPU as the current one."""
     import cupy
 
     def run(rank: int) -> Any:
@@ -144,7 +144,7 @@ def each(task: Callable[[int], Any]) -> list[Any]:
 
 
 def failures_of(contexts: list[ContextParallel]) -> dict[int, str]:
-    """What the transports of these ranks say has failed: the reason why numbers are not there."""
+    """Failures that the ranks' transports report: the reason for missing numbers."""
     failures = {}
     for context in contexts:
         try:
@@ -219,7 +219,7 @@ def test_replays_of_graphs(kind: str, replays: int, monkeypatch: pytest.MonkeyPa
         lse = cupy.empty((3, 64, 1), cupy.float32)
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
-            for _ in range(2):  # builds, connects and keeps what the capture must find
+            for _ in range(2):  # build kernels, connect and allocate before the capture
                 plan.update(seqlens)
                 flat(contexts[rank].decode)(q, cache, table, seqlens, plan=plan, out=out, lse=lse)
             stream.synchronize()

@@ -1,4 +1,4 @@
-"""The transport through NCCL without NCCL: how ranks join, compare their calls and exchange, over a stand-in."""
+"""The NCCL transport over a stand-in for NCCL: ranks join, compare their calls and exchange."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORLD = 2
 
 @pytest.mark.parametrize("kind", [bytes, tuple], ids=["cupy 14", "cupy 13"])
 def test_the_identifier_in_the_form_of_this_cupy(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes since CuPy 14, signed numbers before; `get_unique_id` gives what the communicator takes."""
+    """Unique id as bytes (CuPy 14) or signed numbers (earlier); the communicator accepts the same type."""
     own = UNIQUE if kind is bytes else tuple(x - 256 if x > 127 else x for x in UNIQUE)
 
     def communicator(world: int, unique: Any, rank: int) -> Any:
@@ -62,7 +62,7 @@ def test_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class StandIn:
-    """What of `cupy.cuda.nccl`, or of nccl4py, the transport uses, between threads over the simulator's memory."""
+    """The parts of `cupy.cuda.nccl` or nccl4py that the transport uses, for threads over the simulator's memory."""
 
     def __init__(self, memory: Any) -> None:
         self.memory, self.exchanges, self.aborted = memory, 0, set[int]()
@@ -92,7 +92,7 @@ class StandIn:
         self.joined: dict[int, Any] = {}
 
     def nccl4py_communicator(self, nranks: int, rank: int, unique_id: _UniqueId) -> Any:
-        """With the signatures of nccl4py 0.6."""
+        """Stand-in with the signatures of nccl4py 0.6."""
         assert isinstance(unique_id, _UniqueId)
         self.joined[rank + 1] = own = self.communicator(nranks, bytes(unique_id), rank)
         return SimpleNamespace(ptr=rank + 1, abort=own.abort)
@@ -117,7 +117,7 @@ class StandIn:
 
 
 class _UniqueId:
-    """That of nccl4py."""
+    """Communicator of nccl4py."""
 
     def __init__(self, own: bytes) -> None:
         self._own = own
@@ -131,7 +131,7 @@ class _UniqueId:
 
 
 class _Comm:
-    """Of nccl4py's bindings: they refuse a bare handle."""
+    """Handle of nccl4py's bindings, which refuse a bare number."""
 
     def __init__(self, own: Any) -> None:
         self.own = own
@@ -192,7 +192,7 @@ def test_no_rows(stand_in: StandIn) -> None:
 
 
 def test_calls_that_differ_are_told_on_every_rank(stand_in: StandIn) -> None:
-    """Before NCCL is asked for bytes of which the other rank sends fewer; the next calls go on."""
+    """Raised before NCCL waits for more bytes than the other rank sends; later calls work."""
 
     def merge(context: ContextParallel) -> str:
         with pytest.raises(ParallelError, match=r"rank [01] merges \[\[2, 3, 6, (64|128)\]") as error:
@@ -205,7 +205,7 @@ def test_calls_that_differ_are_told_on_every_rank(stand_in: StandIn) -> None:
 
 
 def test_a_call_that_another_rank_does_not_make(stand_in: StandIn) -> None:
-    """What NCCL has begun is aborted, and every later call fails."""
+    """NCCL's communicator is aborted, and every later call fails."""
 
     contexts = []  # a rank that has dropped its own has nothing to abort
 

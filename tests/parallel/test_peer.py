@@ -1,4 +1,4 @@
-"""The transport through peers' memory, alone on a simulated GPU: set-up, arguments, failures. With peers: test_gpus."""
+"""The peer transport of one rank on a simulated GPU: set-up, arguments, failures. With peers: test_gpus."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_alone(gpu_alone: SimDriver, lse_base: str, given: bool) -> None:
 
 
 def test_a_group_does_not_keep_transports(gpu_alone: SimDriver) -> None:
-    """Kept until Python's collector comes by, they would be freed in the middle of another transport's exchange."""
+    """Python's garbage collector would otherwise free them amid another transport's exchange."""
     group = LocalGroup(1)
     last = PeerTransport(group.member(0), max_rows=40, max_d=64)
     context, alive = ContextParallel(last), weakref.ref(last)
@@ -101,7 +101,7 @@ def test_split_requests_are_merged_on_the_way(gpu_alone: SimDriver, partial_dtyp
 
 
 class OneOfTwo:
-    """A transport that gives back what it should send."""
+    """A transport that returns its input."""
 
     world = 2
 
@@ -118,7 +118,7 @@ class OneOfTwo:
 
 @pytest.mark.parametrize("planned", [False, True])
 def test_local_lengths_on_the_gpu(gpu_alone: SimDriver, planned: bool) -> None:
-    """Tokens of any order on two ranks, one of which has none of the first request."""
+    """Tokens in any order on two ranks; one rank has none of the first request."""
     batch, parts = Batch((140, 70), h_q=4, seed=6), []
     for rank in range(2):
         shard = batch.scattered(2, rank)
@@ -135,7 +135,7 @@ def test_local_lengths_on_the_gpu(gpu_alone: SimDriver, planned: bool) -> None:
 
 
 def test_partial_results_of_16_bits(gpu_alone: SimDriver) -> None:
-    """Rounded by the decode and by its merge of split requests, into rows that lie heads outermost."""
+    """The decode and its merge of split requests both round, into rows with heads outermost."""
     batch, parts = Batch((140, 0, 67), s_q=2, h_q=6, seed=3), []
     for rank in range(2):
         context = ContextParallel(OneOfTwo(rank), partial_dtype="bfloat16")

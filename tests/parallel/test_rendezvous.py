@@ -1,4 +1,4 @@
-"""Processes that meet over TCP; here each is a thread, whose connections are as real."""
+"""Processes that meet over TCP; each is a thread here, with real connections."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def address() -> tuple[str, int]:
 
 
 def together(*tasks: Callable[[], Any]) -> list[Future[Any]]:
-    """All of them at once, to their ends."""
+    """Run all tasks at once, and wait for them."""
     with ThreadPoolExecutor(len(tasks)) as threads:
         return [threads.submit(task) for task in tasks]
 

@@ -40,7 +40,7 @@ def _compare(ranks: list[Any], expected: Any, zigzag: Zigzag, shared: tuple[str,
     ids=["2", "4-packed", "4-uneven", "4-without-tokens"],
 )
 def test_prefill(world: int, lengths: tuple[int, ...], chunk_tokens: int, place: str) -> None:
-    """Results and gradients: of several chunks, of lengths that no rank count divides, and of ranks without tokens."""
+    """Results and gradients for several chunks, lengths that no rank count divides, and ranks without tokens."""
     given = Sequences(lengths, place)
     ranks = on_all_ranks(world, training.on_rank, given, world, chunk_tokens)
     _compare(ranks, training.in_one(given), Zigzag(lengths, world), ("d w",))
@@ -88,7 +88,7 @@ def test_deterministic(place: str) -> None:
 
 @pytest.mark.gpu
 def test_in_a_cuda_graph() -> None:
-    """After one call of the same shapes; a replay reads the arrays anew."""
+    """Capture after one call of the same shapes; a replay reads the arrays anew."""
     zigzag, x = Zigzag((90, 38), 1), Sequences((90, 38), "cuda").inputs()
     given = {name: x[name].detach() for name in ("q", "latents", "q_rope", "k_rope", "w")}
 
@@ -122,7 +122,7 @@ def test_one_rank_needs_no_group() -> None:
 
 
 def _without_rank_1(rank: int, seconds: float) -> str:
-    """What the others read if a rank ends, or stays away."""
+    """Errors on the other ranks if a rank ends or makes no call."""
     zigzag = Zigzag((8,), 3)
     x, group = zigzag.split(torch.ones(8, 4), rank), dist.new_group(timeout=_PATIENCE)
     gather(x, zigzag, group=group)

@@ -43,7 +43,7 @@ def _causal(zigzag: Zigzag, rank: int) -> Array:
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
 @pytest.mark.parametrize(("lengths", "world"), _CASES)
 def test_every_pair_once(lengths: tuple[int, ...], world: int, chunk_tokens: int) -> None:
-    """Over all calls of a rank each query meets each key up to its own token exactly once."""
+    """Over all calls of a rank, each query meets each key up to its own token exactly once."""
     zigzag = Zigzag(lengths, world)
     every = [schedule(zigzag, rank, chunk_tokens) for rank in range(world)]
     for rank, own in enumerate(every):
@@ -87,7 +87,7 @@ def test_join_is_the_inverse_of_split(lengths: tuple[int, ...], world: int) -> N
 
 
 def test_ranks_have_equal_work() -> None:
-    """Of even pieces each rank has the same number of pairs, and of rows."""
+    """With even pieces, all ranks have equally many pairs and rows."""
     zigzag = Zigzag((48, 96), 4)
     assert zigzag.is_even
     assert not Zigzag((48, 97), 4).is_even

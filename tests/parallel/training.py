@@ -66,7 +66,7 @@ def in_one(given: Sequences) -> Tensors:
 def on_rank(
     rank: int, given: Sequences, world: int, chunk_tokens: int = 1 << 14, deterministic: bool | None = None
 ) -> Tensors:
-    """Results and gradients of a rank, whose weights' gradients are added up over the group."""
+    """Results and gradients of a rank; gradients of weights are summed over the group."""
     from mla_cupy.torch.parallel import prefill
 
     zigzag = Zigzag(given.lengths, world)
@@ -84,7 +84,7 @@ def on_rank(
 
 
 def joined(ranks: list[Tensors], zigzag: Zigzag, shared: tuple[str, ...]) -> Tensors:
-    """Rows of all ranks in the sequences' order; what is `shared` is the same on every rank."""
+    """Rows of all ranks in the sequences' order; `shared` results are the same on every rank."""
     return {
         name: ranks[0][name] if name in shared else zigzag.join(torch.cat([of[name] for of in ranks]))
         for name in ranks[0]

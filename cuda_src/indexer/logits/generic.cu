@@ -2,9 +2,9 @@
 //
 //   logits[t, s] = k_scale[s] * sum_h weights[t, h] * max(q[t, h] . k[s], 0)   for keys s in the token's range
 //
-// Grid: x = tiles of 128 keys, y = tokens; both take turns where there are more. A thread holds its key in registers,
-// and the block has the query in shared memory, 16 heads at a time. Products of NaN count as 0, as max has it; NaN in
-// weights and scales stays.
+// Grid: x = tiles of 128 keys, y = tokens; blocks loop over the rest of both. A thread holds its key in registers, and
+// the block keeps the query in shared memory, 16 heads at a time. max turns a NaN product into 0; NaN in weights and
+// scales propagates.
 #include "indexer/e2m1_keys.cuh"
 #include "indexer/logits/params.cuh"
 #include "ptx/control.cuh"
@@ -17,7 +17,7 @@ using Element = MLA_DTYPE;
 constexpr i32 kThreads = 128;
 constexpr i32 kTileKeys = kThreads;
 constexpr i32 kMaxHeadDim = 128;
-constexpr i32 kChunk = 32;  // elements of a key between two tests of the width
+constexpr i32 kChunk = 32;  // elements of a key between two checks of head_dim
 constexpr i32 kHeadsAtOnce = 16;
 
 MLA_LOGITS_FACTS();
@@ -39,7 +39,7 @@ struct Key {
     float x[kMaxHeadDim];
     float scale;
 
-    // Zeros, for a key that is not needed or not there.
+    // Zeros stand for a key outside the range or on an invalid page.
     MLA_DEVICE void clear() {
 #pragma unroll
         for (i32 i = 0; i < kMaxHeadDim; ++i) x[i] = 0.f;
@@ -52,7 +52,7 @@ struct Key {
         for (i32 i = 0; i < kMaxHeadDim; ++i) x[i] = i < head_dim ? element(Element{}, from, i) : 0.f;
     }
 
-    // 128 e2m1 numbers in groups of 32; exact, whatever the scales are.
+    // 128 e2m1 numbers in groups of 32, converted exactly for any scales.
     MLA_DEVICE void load_e2m1(const u8* from, u32 bytes) {
         const E2m1Scales scales(bytes);
         scale = scales.power();
@@ -79,7 +79,7 @@ struct Key {
     }
 };
 
-// In a page the codes of all its keys come first, then their scales.
+// A page stores the codes of all its keys, then their scales.
 MLA_DEVICE void load_cached(const LogitsParams& p, Key& key, i32 block, i32 index) {
     const i32 page =
         p.block_table[block * p.table_stride_block_elems + index / p.page_size * p.table_stride_page_elems];
@@ -88,7 +88,7 @@ MLA_DEVICE void load_cached(const LogitsParams& p, Key& key, i32 block, i32 inde
     const u8* records = p.k + page * p.page_stride_bytes;
     const u8* scale = records + (i64)p.page_size * row_bytes + row * 4;  // pages are aligned to 4 bytes
     const u8* codes = records + (i64)row * row_bytes;
-    if constexpr (element_bytes(Element{}) == 1) {  // which pages have
+    if constexpr (element_bytes(Element{}) == 1) {  // the only element type of pages
         if (row_bytes < p.head_dim) return key.load_e2m1(codes, *reinterpret_cast<const u32*>(scale));
     }
     key.load(codes, p.head_dim, *reinterpret_cast<const float*>(scale));
@@ -101,7 +101,7 @@ MLA_DEVICE void load_key(const LogitsParams& p, Key& key, i32 block, i32 index) 
 }
 
 // ---- One token, one tile ---------------------------------------------------------------------------------------
-// All threads; padded to whole chunks.
+// Called by all threads; rows are padded with zeros to whole chunks.
 MLA_DEVICE void load_heads(const LogitsParams& p, Storage& s, i32 block, i32 token, i32 head0) {
     const u8* q = p.q + (block * p.q_stride_block_elems + token * p.q_stride_token_elems) * element_bytes(Element{});
     for (i32 i = threadIdx.x; i < kHeadsAtOnce * kMaxHeadDim; i += kThreads) {

@@ -1,24 +1,24 @@
-// How the tiles of all blocks of tokens are shared among the thread blocks of a grid, by warps that walk along the line
-// of tiles.
+// Divides the tiles of all blocks of tokens among the thread blocks of a grid: the tiles form one line, and warps walk
+// along their share of it.
 #pragma once
 #include "indexer/logits/params.cuh"
 
 namespace mla::indexer::logits {
-constexpr i32 kMaxTokens = 8;  // of a block
+constexpr i32 kMaxTokens = 8;  // in a block of tokens
 
-// Blocks of tokens for which there need be no schedule: a warp looks at them all.
+// Up to kMaxShortLine blocks of tokens need no schedule: one warp looks at them all.
 constexpr i32 kLaneBlocks = 4;
 constexpr i32 kMaxShortLine = kLaneBlocks * kWarpThreads;
 
-// The line of all tiles where there are few blocks of tokens, in the lanes of a warp: cut without a schedule.
+// The line of tiles of at most kMaxShortLine blocks of tokens, held in the lanes of a warp and cut without a schedule.
 template <i32 kTileKeys>
 struct ShortLine {
     using Cost = BlockCost<kTileKeys>;
 
     const KeyRanges& ranges;
-    i32 lane, first;  // `first`: of this lane's blocks
+    i32 lane, first;  // `first`: the first of this lane's blocks
     TileRange tiles[kLaneBlocks];
-    i32 before, total;  // what lies in front of this lane's blocks, and all of it
+    i32 before, total;  // cost of the tiles before this lane's blocks, and of all tiles
 
     MLA_DEVICE ShortLine(const KeyRanges& ranges, i32 lane) : ranges(ranges), lane(lane) {
         const i32 blocks = ranges.num_blocks, lane_blocks = ceil_div(blocks, kWarpThreads);
@@ -47,7 +47,7 @@ struct ShortLine {
         total = __shfl_sync(kFullWarp, through, blocks > 1 ? kWarpThreads - 1 : 0);
     }
 
-    // The same as schedule.cu finds.
+    // Makes the same cut as schedule.cu.
     MLA_DEVICE TileCut cut(i32 split, i32 num_splits) const {
         const i32 place = share_begin(split, num_splits, total);
         if (place >= total) return TileCut{ranges.num_blocks, 0};
@@ -64,7 +64,7 @@ struct ShortLine {
     }
 };
 
-// This thread block's share of that line, or of a schedule.
+// This thread block's share of the line, taken from the schedule if there is one.
 template <i32 kTileKeys>
 MLA_DEVICE LineShare find_share(const LogitsParams& p, const KeyRanges& ranges, i32 lane) {
     if (p.cuts != nullptr) return LineShare{p.cuts[blockIdx.x], p.cuts[blockIdx.x + 1]};
@@ -72,17 +72,17 @@ MLA_DEVICE LineShare find_share(const LogitsParams& p, const KeyRanges& ranges, 
     return LineShare{line.cut(blockIdx.x, gridDim.x), line.cut(blockIdx.x + 1, gridDim.x)};
 }
 
-// The blocks of a share, by a whole warp. Lane i knows the range of token i.
+// Walks a whole warp through the blocks of a share. Lane i holds the range of token i.
 template <i32 kTileKeys>
 struct BlockWalk {
     const KeyRanges& ranges;
     TileCut from, to;
     i32 lane;
-    // The block that `next` has found:
+    // The current block, set by `next`:
     i32 block;
     TileRange tiles;
     KeyRange range;
-    KeyBounds ahead;  // of the next block: asked for while this one is worked on
+    KeyBounds ahead;  // bounds of the next block, loaded while the warp works on this one
 
     MLA_DEVICE BlockWalk(const KeyRanges& ranges, const LineShare& share, i32 lane)
         : ranges(ranges), from(share.from), to(share.to), lane(lane), block(share.from.block - 1) {
@@ -109,8 +109,8 @@ struct BlockWalk {
     }
 };
 
-// ---- What no tile has ------------------------------------------------------------------------------------------
-// -inf in front of and behind the tiles of each token's block. Tokens go round the warps of the grid.
+// ---- Fill role -------------------------------------------------------------------------------------------------
+// Writes -inf before and after the tiles of each token's block. Tokens are dealt out to the warps of the grid.
 template <i32 kTileKeys, i32 kWarps>
 MLA_DEVICE void run_fill_role(const LogitsParams& p, i32 warp, i32 lane) {
     if (!p.clean) return;

@@ -1,18 +1,18 @@
-// Indexer logits with mma.sync, for every GPU since Ampere; keys side by side or in pages.
+// Indexer logits with mma.sync, for Ampere and newer GPUs; keys are contiguous or paged.
 //
 //   logits[t, s] = k_scale[s] * sum_h weights[t, h] * max(q[t, h] . k[s], 0)   for keys s in the token's range
 //
-// Codes are multiplied as f16 numbers, which hold them exactly. Keys are the A operand, straight from global memory and
-// in registers as long as their tile lasts: 32 in each warp. Heads are the columns, so that a thread adds up most heads
-// of its keys alone:
+// e4m3 codes are multiplied as f16, which represents them exactly. Keys are the A operand, loaded from global memory
+// into registers and kept there for a whole tile: 32 keys per warp. Heads are the columns, so a thread adds up most
+// heads of its keys without shuffles:
 //
 //   for each token, 16 heads at a time:   D = K Q^T  (32 x 16),   sum[row] += weight * max(D[row, head], 0)
 //
-// Products may be added up in any order of d. So lane 4 g + c takes eight neighbours from each 32 elements of a row,
-// one load of keys and one of queries for two products.
+// A dot product may add its elements in any order. So lane 4 g + c loads eight neighbours of each 32 elements of a row:
+// one load of keys and one load of queries feed two MMAs.
 //
-// Grid: one block per SM, with a share of the line of all tiles (indexer/logits/line.cuh). Between two blocks of tokens
-// all warps meet to load queries, of as many tokens as there is room for; otherwise warps run on their own:
+// Grid: one block per SM, each with a share of the line of all tiles (indexer/logits/line.cuh). Between two blocks of
+// tokens all warps meet to load the queries that fit into shared memory; otherwise warps run independently:
 //
 //   queries   all warps   Q, weights of some tokens -> shared memory |
 //   products  warp w      |  keys of the next tile ->  | tokens x heads of this tile | sums, stored | ...
@@ -36,11 +36,11 @@ constexpr i32 kWarpKeys = 2 * kMmaRows, kKeyTiles = kWarpKeys / kMmaRows;
 constexpr i32 kTileKeys = kWarps * kWarpKeys;
 constexpr i32 kLaneRows = kWarpKeys / 8;  // keys of a lane: 8 i + lane / 4
 constexpr i32 kHeadsAtOnce = 2 * kMmaColumns;
-constexpr i32 kSliceElems = 2 * kMmaDepth;  // elements of a row that two products take
+constexpr i32 kSliceElems = 2 * kMmaDepth;  // elements of a row that two MMAs read
 constexpr i32 kLaneElems = kSliceElems / 4;
 constexpr i32 kSlices = kHeadDim / kSliceElems;
 constexpr i32 kMaxHeads = 128;
-constexpr i32 kQueryBytes = 64 * 1024;  // of as many tokens as fit
+constexpr i32 kQueryBytes = 64 * 1024;  // room for queries; holds `tokens_at_once` tokens
 
 MLA_LOGITS_FACTS();
 MLA_FACT(threads, kThreads);
@@ -56,7 +56,7 @@ struct Storage {
 MLA_FACT(smem_bytes, sizeof(Storage));
 
 // ---- Elements --------------------------------------------------------------------------------------------------
-// Eight elements as they lie in memory, zeros where they are not present; and as four pairs of 16 bits.
+// Eight elements in their memory format, zeros where absent; `pairs` converts them to four pairs of 16 bits.
 template <class Element>
 struct Eight;
 
@@ -86,22 +86,22 @@ struct Eight<bfloat16> {
 using Operand = Eight<Element>::Operand;
 
 // ---- Queries ---------------------------------------------------------------------------------------------------
-// Heads of a token in shared memory: those past the last one are zeros without weight.
+// Heads of a token in shared memory; padding heads are zeros with weight 0.
 MLA_DEVICE i32 padded_heads(const LogitsParams& p) { return ceil_div(p.heads, kHeadsAtOnce) * kHeadsAtOnce; }
 
-// How many tokens fit.
+// Number of tokens with queries that fit into shared memory together.
 MLA_DEVICE i32 tokens_at_once(i32 heads) {
     return min(kMaxTokens, kQueryBytes / (heads * kHeadDim * (i32)sizeof(u16)));
 }
 static_assert(kMaxHeads * kHeadDim * (i32)sizeof(u16) <= kQueryBytes, "there is room for a token");
 
-// Byte offset of chunk `chunk` of row `row`. Lanes of two neighbouring rows read four chunks each at once.
+// Byte offset of chunk `chunk` of row `row`. Lanes of two neighbouring rows read four chunks each at the same time.
 MLA_DEVICE u32 chunk_at(i32 row, i32 chunk) {
     constexpr i32 kSwapped = kSlices > 1 ? kSliceElems / kLaneElems : 0;
     return row * kHeadDim * (i32)sizeof(u16) + (chunk ^ row % 2 * kSwapped) * 16;
 }
 
-// By all threads: `tokens` tokens of a block, from `first` on.
+// Loads `tokens` tokens of a block, starting at `first`. Called by all threads.
 MLA_DEVICE void load_queries(const LogitsParams& p, Storage& s, i32 block, i32 first, i32 tokens, i32 heads) {
     constexpr i32 kChunks = kHeadDim / kLaneElems;
     const i64 at = block * p.q_stride_block_elems + first * p.q_stride_token_elems;
@@ -122,11 +122,11 @@ MLA_DEVICE void load_queries(const LogitsParams& p, Storage& s, i32 block, i32 f
 
 // ---- Keys ------------------------------------------------------------------------------------------------------
 struct KeyPlace {
-    const u8* row;  // null: there is no such key
+    const u8* row;  // null: no such key
     const float* scale;
 };
 
-// In a page the codes of all its keys come first, then their scales.
+// A page stores the codes of all its keys, then their scales.
 template <i32 kKeyBytes>
 MLA_DEVICE KeyPlace place_of(const LogitsParams& p, i32 block, i32 key) {
     if (key >= p.num_keys) return {nullptr, nullptr};
@@ -142,10 +142,10 @@ MLA_DEVICE KeyPlace place_of(const LogitsParams& p, i32 block, i32 key) {
     return {records + (i64)row * kKeyBytes, reinterpret_cast<const float*>(scales) + row};
 }
 
-// A warp's keys on their way, from key `first` on.
+// A warp's keys, loading into registers, starting at key `first`.
 struct Keys {
     Eight<Element> x[kLaneRows][kSlices];
-    float scale;  // of key `stored_key`
+    float scale;  // scale of key `stored_key`
 
     MLA_DEVICE uint4 pairs(i32 i, i32 slice) const { return x[i][slice].pairs(); }
     MLA_DEVICE void load(const LogitsParams& p, i32 block, i32 first, i32 lane) {
@@ -164,7 +164,7 @@ struct Keys {
     }
 };
 
-// The same of keys in e2m1, which only pages have. A slice is a group of one scale.
+// `Keys` for e2m1, a format of paged caches only. The elements of a slice share one scale.
 struct E2m1Keys {
     u32 x[kLaneRows][kSlices];
     u32 scales[kLaneRows];
@@ -190,7 +190,7 @@ struct E2m1Keys {
 
 MLA_DEVICE bool are_e2m1(const LogitsParams& p) { return p.block_table != nullptr && p.k_stride_elems < kHeadDim; }
 
-// As A fragments: two products of each slice.
+// A fragments of the keys, for two MMAs per slice.
 struct Fragments {
     u32 x[kKeyTiles][kSlices][2][4];
 
@@ -211,12 +211,12 @@ struct Fragments {
 // ---- One token, one tile ---------------------------------------------------------------------------------------
 using Sums = float[kLaneRows];
 
-// Adds what heads `head` to `head` + 15 of a token give. `row` is that of its first head, in shared memory.
+// Adds the weighted products of 16 heads of a token; `row` is the row of the first of them in shared memory.
 MLA_DEVICE void add_heads(const Storage& s, const Fragments& keys, i32 row, i32 lane, Sums& sums) {
     float d[kKeyTiles][2][4] = {};
     constexpr i32 kSliceBytes = kSliceElems * (i32)sizeof(u16), kTileBytes = kMmaColumns * kHeadDim * (i32)sizeof(u16);
-    const u8* q = s.q + row * (kHeadDim * (i32)sizeof(u16));  // `row` is even, so rows from here on are swizzled alike
-    const u32 even = chunk_at(lane / 4, lane % 4), odd = even ^ kSliceBytes;  // by the slice
+    const u8* q = s.q + row * (kHeadDim * (i32)sizeof(u16));  // `row` is even, so the swizzle of row 0 applies
+    const u32 even = chunk_at(lane / 4, lane % 4), odd = even ^ kSliceBytes;  // offsets in even and odd slices
 #pragma unroll
     for (i32 slice = 0; slice < kSlices; ++slice) {
         const u8* from = q + (slice % 2 == 0 ? even : odd) + slice / 2 * 2 * kSliceBytes;
@@ -245,7 +245,7 @@ MLA_DEVICE void add_heads(const Storage& s, const Fragments& keys, i32 row, i32 
     }
 }
 
-// Each lane of a quad has a part of four sums: lane c gets the whole of sum c.
+// Each lane of a quad holds a part of four sums; lane c receives the whole of sum c.
 MLA_DEVICE float sum_of_quad(const Sums& sums, i32 lane) {
     const bool odd = lane & 1, high = lane & 2;
     const float even_pair = (high ? sums[2] : sums[0]) + __shfl_xor_sync(kFullWarp, high ? sums[0] : sums[2], 2);
@@ -255,7 +255,7 @@ MLA_DEVICE float sum_of_quad(const Sums& sums, i32 lane) {
 static_assert(kLaneRows == 4, "a sum for each lane of a quad");
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-// The tiles of a block of tokens, for `tokens` of them, from `first` on.
+// Computes the tiles of a block of tokens for `tokens` of its tokens, starting at `first`.
 template <class AnyKeys>
 MLA_DEVICE void run_tiles(const LogitsParams& p, const Storage& s, const BlockWalk<kTileKeys>& walk, i32 first,
                           i32 tokens, i32 heads, i32 warp) {
@@ -297,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
         for (i32 first = 0; first < tokens; first += at_once) {
             const i32 some = min(at_once, tokens - first);
-            __syncthreads();  // what was there before has been read
+            __syncthreads();  // all warps have read the previous queries
             load_queries(p, s, walk.block, first, some, heads);
             __syncthreads();
             if constexpr (kHeadDim == kE2m1Keys && element_bytes(Element{}) == 1) {

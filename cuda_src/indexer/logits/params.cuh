@@ -1,4 +1,4 @@
-// The parameters of the kernels that compute indexer logits.
+// Parameters of the kernels that compute indexer logits.
 #pragma once
 #include "common/facts.cuh"
 #include "indexer/key_ranges.cuh"
@@ -6,19 +6,19 @@
 #include "ptx/fp8.cuh"
 
 namespace mla::indexer::logits {
-// Strides are in elements, of the cache in bytes.
+// Strides are in elements, except for strides of the cache, which are in bytes.
 struct LogitsParams {
     const u8* q;                       // (tokens, heads, head_dim): e4m3 or 16 bits
     const u8* k;                       // (keys, head_dim), or the cache: (pages, page_size) records
     const float* weights;              // (tokens, heads)
     const float* k_scale = nullptr;    // (keys,), or null: 1; unused if paged
     const i32* begins = nullptr;       // (tokens,), or null
-    const i32* ends;                   // (tokens,), or null; of paged decode (b,) or (b, tokens of a sequence)
+    const i32* ends;                   // (tokens,), or null; for paged decode (b,) or (b, tokens of a sequence)
     const i32* block_table = nullptr;  // (b, max_pages), or null: keys are contiguous
     const TileCut* cuts;               // (grid + 1,), or null: few blocks of tokens
     void* logits;                      // (tokens, keys), fp32 or bf16
     i64 q_stride_block_elems, q_stride_token_elems, q_stride_head_elems;
-    i64 k_stride_elems;  // of the cache: bytes of a key's codes, half of head_dim for keys in e2m1
+    i64 k_stride_elems;  // for the cache, bytes of a key's codes: half of head_dim for keys in e2m1
     i64 weights_stride_block_elems, weights_stride_token_elems, weights_stride_head_elems;
     i64 k_scale_stride_elems = 0;
     i64 begins_stride_elems = 0;
@@ -69,7 +69,8 @@ struct LogitsRow {
         }
     }
 
-    // What a key inside or outside the token's range gets: nothing past the row's end, nor outside unless it is clean.
+    // Stores x for a key inside the token's range, -inf for a key outside if the row is to be clean, and nothing past
+    // the row's end.
     MLA_DEVICE void store(i32 key, float x, KeyRange range) const {
         if (range.contains(key)) {
             store(key, x);
@@ -78,7 +79,7 @@ struct LogitsRow {
         }
     }
 
-    // Four neighbours, the first a multiple of four.
+    // Stores four neighbours; the index of the first is a multiple of four.
     MLA_DEVICE void store4(i32 key, float4 x, KeyRange range) const {
         const bool whole = range.begin <= key && key + 3 < range.end;
         if (!whole || !wide) {
@@ -94,7 +95,7 @@ struct LogitsRow {
         }
     }
 
-    // Keys [begin, end), by the lanes of a warp; `begin` is a multiple of four.
+    // Writes -inf for keys [begin, end) with the lanes of a warp; `begin` is a multiple of four.
     MLA_DEVICE void fill(i32 begin, i32 end, i32 lane) const {
         const float x = negative_infinity();
         const i32 wide_end = wide ? begin + (max(0, end - begin) & ~3) : begin;

@@ -1,11 +1,11 @@
 // Cuts the tiles of keys that all blocks of tokens need into equal shares, one per thread block of the logits kernel.
 //
-//   place i = i * total / num_splits;   cuts[i] = the block of tokens, and its tile, that lie there
+//   place i = i * total / num_splits;   cuts[i] = the block of tokens and the tile at that place
 //
 // Grid: one block. A thread sums a contiguous share of the blocks of tokens; the thread of a cut then looks for its
 // place among these sums, and walks through one share.
 //
-//   all  | tiles of a share | prefix sums | a cut each
+//   all  | tiles of a share | prefix sums | one cut per thread
 #include "common/facts.cuh"
 #include "indexer/key_ranges.cuh"
 #include "ptx/control.cuh"
@@ -40,11 +40,11 @@ MLA_FACT(max_splits, kThreads - 1);
 MLA_FACT(tile_keys, kTileKeys);
 
 struct Storage {
-    i32 through[kThreads];  // tiles of this thread's share and of those before it
+    i32 through[kThreads];  // tiles of this thread's share and of all shares before it
     i32 warp_sums[kWarps];
 };
 
-// All threads; returns the total.
+// Called by all threads; returns the total.
 MLA_DEVICE i32 sum_shares(Storage& s, i32 mine) {
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
     const i32 through = warp_inclusive_sum(mine);
@@ -57,7 +57,7 @@ MLA_DEVICE i32 sum_shares(Storage& s, i32 mine) {
     return __shfl_sync(kFullWarp, warps, kWarpThreads - 1);
 }
 
-// The first thread whose sum is beyond the place.
+// The first thread with a sum beyond the place.
 MLA_DEVICE i32 share_of(const Storage& s, i32 place) {
     i32 low = 0, high = kThreads - 1;
     while (low < high) {

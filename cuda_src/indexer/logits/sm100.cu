@@ -1,27 +1,27 @@
-// Indexer logits on Blackwell, of contiguous keys for many query tokens, and of paged keys for the next ones.
+// Indexer logits on Blackwell: contiguous keys for many query tokens, or paged keys for the next tokens of sequences.
 //
 //   logits[t, s] = k_scale[s] * sum_h weights[t, h] * max(q[t, h] . k[s], 0)   for keys s in the token's range
 //
-// Keys are the A operand, 128 of them a tile, and the queries of a block of 1, 2, 4 or 8 tokens B: column
-// tokens * head + token. A thread has a key, and adds up the heads of each token in registers, in their order, so that
-// a logit's bits depend neither on where its token and its key lie nor on what else is computed:
+// A tile of 128 keys is the A operand; the queries of a block of 1, 2, 4 or 8 tokens are B, with column
+// tokens * head + token. A thread owns one key and adds up the heads of each token in registers, in order, so a logit's
+// bits depend neither on the positions of its token and key nor on other logits of the call:
 //
 //   for each 128 columns:   D = K Q^T  (128 x 128) in tensor memory,   sum[token] += weight[column] * max(D[key,
 //   column], 0)
 //
 // Grid: one block per SM. The tiles of all blocks of tokens lie in one line, which schedule.cu has cut into
-// equal shares. Two math warpgroups take the tiles of a share in turn, also across blocks of tokens. Each has a thread
-// that issues its products, and half of tensor memory, for the products of two times 128 columns:
+// equal shares. Two math warpgroups take the tiles of a share in turn, also across blocks of tokens. Each warpgroup has
+// a thread that issues its MMAs, and half of tensor memory, which holds the products of two times 128 columns:
 //
 //   issue 0 | tile 0: columns 0.., 128..,  256..      | tile 2 ...
 //   math 0  |                 0..  added, 128.. added | stores, tile 2 ...
 //   issue 1 | tile 1 ...
 //   math 1  |    tile 1 ...
 //   load    | Q, tiles ...          | Q of the next block, tiles ...
-//   fill    | -inf in front of the tiles and behind them
+//   fill    | -inf before and after the tiles
 //
-// Source: the operation is DeepGEMM's fp8_mqa_logits and fp8_paged_mqa_logits (2025). What differs: two issuing
-// threads, no exchange between threads, the schedule is even to one tile, and any number of heads fits.
+// Source: the operation is DeepGEMM's fp8_mqa_logits and fp8_paged_mqa_logits (2025). Differences: two issuing
+// threads, no exchange between threads, a schedule balanced to one tile, and any number of heads.
 #include "common/limits.cuh"
 #include "indexer/logits/sm90.cuh"
 #include "tile/matrix_desc.cuh"
@@ -34,14 +34,14 @@ using namespace sm90;
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = float8_e4m3fn;
 constexpr i32 kHeadDim = MLA_HEAD_DIM;
-constexpr i32 kBlockTokens = MLA_BLOCK_TOKENS;  // columns of a head
+constexpr i32 kBlockTokens = MLA_BLOCK_TOKENS;  // columns per head
 constexpr bool kPaged = MLA_PAGED;
 static_assert(kBlockTokens <= kMaxTokens && (kBlockTokens & (kBlockTokens - 1)) == 0, "tokens");
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role      warps   does
 // math w    4w..    every other tile: adds up the heads, stores
-// issue w   8 + w   one thread: its products; the first warp owns tensor memory
+// issue w   8 + w   one thread issues MMAs; the first warp owns tensor memory
 // load      10      queries and weights of each block of tokens, tiles of keys
 // fill      11      -inf where no tile is computed
 constexpr i32 kMathWarpgroups = 2;
@@ -51,15 +51,15 @@ constexpr i32 kThreads = (kFillWarp + 1) * kWarpThreads;
 
 constexpr i32 kTileKeys = 128;
 constexpr i32 kPageKeys = kSw128Rows;
-constexpr u32 kKeyTileBytes = kTileKeys * kSw128RowBytes;  // shorter rows are padded by TMA, and not multiplied
+constexpr u32 kKeyTileBytes = kTileKeys * kSw128RowBytes;  // TMA pads shorter rows; the padding is not multiplied
 constexpr i32 kMmaSteps = kHeadDim / (i32)kKMajorStepBytes;
 
 constexpr i32 kBoxHeads = 8;
 constexpr i32 kBoxRows = kBoxHeads * kBlockTokens;
-constexpr i32 kColumnStep = 16;  // of N of a product with M = 128
+constexpr i32 kColumnStep = 16;  // granularity of N for an MMA with M = 128
 constexpr i32 kStepHeads = kBoxRows < kColumnStep ? kBoxHeads * kColumnStep / kBoxRows : kBoxHeads;
 constexpr i32 kMaxQueryStages = 2;
-constexpr i32 kMaxColumns = 128 * kBlockTokens;  // of one stage, or of two
+constexpr i32 kMaxColumns = 128 * kBlockTokens;  // in all query stages together
 constexpr i32 kStageColumns = kMaxColumns / kMaxQueryStages;
 constexpr i32 kStages = 5;
 
@@ -71,7 +71,7 @@ static_assert(kTmemColumns == 512, "all of tensor memory");
 // barrier        arrives (count)              carries          waits    first phase
 // q_full[s]      load (1)                     queries          all      blocked
 // q_empty[s]     math warps (8), issue (2 + 2) -               load     free
-// k_full[s]      load (1)                     kKeyTileBytes    issue    blocked; two that take turns
+// k_full[s]      load (1)                     kKeyTileBytes    issue    blocked; two, used in turn
 // k_empty[s]     products (1 commit)          -                load     free
 // s_full[w][s]   products (1 commit)          -                math w   blocked
 // s_empty[w][s]  math warps (4)               -                issue w  free
@@ -108,7 +108,7 @@ MLA_DEVICE void init_storage(Storage& s) {
     fence_mbarrier_init();
 }
 
-// Queries of few heads take turns in two stages. Columns are whole boxes, and whole steps of N.
+// Queries of few heads use two stages in turn. Columns are rounded up to whole boxes and whole steps of N.
 struct QueryStages {
     i32 boxes, columns, count;
 
@@ -129,7 +129,7 @@ MLA_DEVICE void load_queries(Storage& s, const TensorMap& q_map, const QueryStag
     }
 }
 
-// The number of a page of a sequence; -1, which lies outside the tensor, of one that is not there.
+// Index of a page of a sequence; -1, which lies outside the tensor, if there is no such page.
 MLA_DEVICE i32 page_at(const LogitsParams& p, i32 block, i32 place) {
     if (place * kPageKeys >= p.num_keys) return -1;
     const i32 page = p.block_table[block * p.table_stride_block_elems + place * p.table_stride_page_elems];
@@ -177,7 +177,7 @@ MLA_DEVICE void run_load_role(const LogitsParams& p, Storage& s, const TensorMap
             if (lane == 0) load_keys(p, s, k_map, key, walk.block, tile);
         }
     }
-    // Commits may arrive after the logits are stored, but not in a block that has ended.
+    // A commit may arrive after the logits are stored, but must not arrive at a block that has exited.
     if (stages.count > 1) {
         query.advance();
         mbarrier_wait(s.q_empty[query.stage], query.parity() ^ 1);
@@ -191,7 +191,7 @@ template <class Act, class Leave>
 MLA_DEVICE void walk_tiles(Storage& s, const QueryStages& stages, i32 warpgroup, Act act, Leave leave) {
     StageWalk<kMaxQueryStages> query(0);
     StageWalk<kStages, kMathWarpgroups> key(warpgroup);
-    i32 ahead = warpgroup;  // tiles of the other before this warpgroup's next one
+    i32 ahead = warpgroup;  // tiles of the other warpgroup before the next one of this warpgroup
     while (true) {
         mbarrier_wait(s.q_full[query.stage], query.parity());
         const TileRange tiles = s.info[query.stage].tiles;
@@ -235,8 +235,8 @@ MLA_DEVICE void run_issue_role(const LogitsParams& p, Storage& s, TmemAddr tmem,
             tcgen05_commit(s.k_empty[key.stage]);
         },
         [&](i32 query_stage) {
-            tcgen05_commit(s.q_empty[query_stage]);   // the products have read Q,
-            mbarrier_arrive(s.q_empty[query_stage]);  // and this thread which tiles there are
+            tcgen05_commit(s.q_empty[query_stage]);   // the MMAs have read Q,
+            mbarrier_arrive(s.q_empty[query_stage]);  // and this thread has read the range of tiles
         });
 }
 
@@ -259,7 +259,7 @@ MLA_DEVICE void add_columns(float (&sums)[kBlockTokens], TmemAddr from, const fl
     }
 }
 
-// The scale of a key that a token of the block sees; of others, anything.
+// Scale of a key that some token of the block sees; any value for other keys.
 MLA_DEVICE float key_scale(const LogitsParams& p, i32 block, i32 key) {
     if (key >= p.num_keys) return 0.f;
     if constexpr (kPaged) {

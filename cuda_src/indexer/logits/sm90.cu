@@ -2,17 +2,17 @@
 //
 //   logits[t, s] = k_scale[s] * sum_h weights[t, h] * max(q[t, h] . k[s], 0)   for keys s in the token's range
 //
-// Eight tokens make a block, 128 keys a tile. The queries are the A operand: row 8 * head + token of an m64 tile holds
-// eight heads of eight tokens, so that a thread has the same token in each of them and adds up heads in registers:
+// A block has eight tokens, a tile 128 keys. The queries are the A operand: an m64 tile holds eight heads of eight
+// tokens in rows 8 * head + token, so a thread has the same token in every tile and adds up heads in registers:
 //
 //   for each m64 tile i:   D = Q_i K^T  (64 x 128),   sum[s] += weight * max(D[row, s], 0)  for its two rows
 //
-// Warp w of a warpgroup has heads 8i + 2w and 8i + 2w + 1. The sums of the four warps meet in the memory of the tile of
-// keys, which no product reads any more. The order of additions depends on heads only, and is that of paged decode,
-// too: a logit's bits do not depend on where its token and its key lie.
+// Warp w of a warpgroup owns heads 8i + 2w and 8i + 2w + 1. The four warps add their sums in the shared memory of the
+// tile of keys, once no product reads it any more. The order of additions depends on the heads alone and equals the
+// order in paged decode, so a logit's bits do not depend on the positions of its token and its key.
 //
-// Products and a thread's sums are float32. With MLA_ACCUMULATOR=float16 they are float16, and 256 keys make a tile:
-// for queries whose codes are so small that no product exceeds 57,344.
+// Products and a thread's sums are float32. With MLA_ACCUMULATOR=float16 they are float16, and a tile has 256 keys; the
+// codes of the queries must be small enough that no product exceeds 57,344.
 //
 // Grid: one block per SM. The tiles of all blocks of tokens lie in one line, which schedule.cu has cut into
 // equal shares. Math warpgroups take the tiles of a share in turn, also across blocks of tokens:
@@ -21,10 +21,10 @@
 //   math 1  |     tile 1                         | tile 4 ...
 //   math 2  |         tile 2                         | tile 5 ...
 //   load    | Q, tiles ...          | Q of the next block, tiles ...
-//   fill    | -inf in front of the tiles and behind them
+//   fill    | -inf before and after the tiles
 //
-// Source: the operation is DeepGEMM's fp8_mqa_logits (2025). What differs: queries are A and keys B, heads are added
-// without shuffles, the schedule is even to one tile, ranges mask the stores, and any number of heads fits.
+// Source: the operation is DeepGEMM's fp8_mqa_logits (2025). Differences: queries are A and keys B, heads are added
+// without shuffles, the schedule is balanced to one tile, ranges mask the stores, and any number of heads fits.
 #include "common/limits.cuh"
 #include "indexer/logits/sm90.cuh"
 #include "indexer/logits/sm90_head_sums.cuh"
@@ -38,30 +38,30 @@ using namespace sm90;
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
 constexpr i32 kHeadDim = MLA_HEAD_DIM;
-using Sums = HeadSums<MLA_ACCUMULATOR>;  // float, or float16 for queries of small codes
+using Sums = HeadSums<MLA_ACCUMULATOR>;  // float, or float16 for queries with small codes
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kMathWarpgroups = 3;
 constexpr i32 kThreads = Roles<kMathWarpgroups>::kThreads, kLoadWarp = Roles<kMathWarpgroups>::kLoadWarp;
 constexpr i32 kMathWarps = Roles<kMathWarpgroups>::kMathWarps;
-constexpr i32 kRegsMath = 152, kRegsLoad = 56;  // fill as load
+constexpr i32 kRegsMath = 152, kRegsLoad = 56;  // the fill role uses kRegsLoad, too
 static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= kRegsOfLane, "registers of the block");
 
 constexpr i32 kTileKeys = Sums::kTileKeys;
-constexpr i32 kTileHeads = 8;  // of an m64 tile of queries
+constexpr i32 kTileHeads = 8;  // heads in an m64 tile of queries
 static_assert(kTileHeads * kMaxTokens == kSw128Rows, "an m64 tile");
 
-// Rows are fetched in pieces of 128 bytes; TMA pads shorter ones with zeros, which are not multiplied.
+// Rows are fetched in pieces of 128 bytes; TMA pads shorter pieces with zeros, which are not multiplied.
 constexpr i32 kRowBytes = kHeadDim * element_bytes(Element{});
 constexpr i32 kPieces = ceil_div(kRowBytes, (i32)kSw128RowBytes);
 constexpr i32 kPieceElems = kSw128RowBytes / element_bytes(Element{});
 constexpr i32 kMmaSteps = kRowBytes / kKMajorStepBytes;
 
-constexpr u32 kQueryTileBytes = kPieces * kSw128Bytes;  // m64
+constexpr u32 kQueryTileBytes = kPieces * kSw128Bytes;  // an m64 tile
 constexpr u32 kKeyPieceBytes = kTileKeys * kSw128RowBytes;
 constexpr u32 kKeyTileBytes = kPieces * kKeyPieceBytes;
 
-// Room for the queries of one block of tokens, or of two of half as many heads.
+// Room for the queries of one block of tokens, or of two blocks with at most half the heads.
 constexpr u32 kQueryBytes = 131072;
 constexpr i32 kMaxQueryTiles = kQueryBytes / kQueryTileBytes;
 constexpr i32 kMaxHeads = kMaxQueryTiles * kTileHeads;
@@ -77,17 +77,17 @@ constexpr i32 kLaneKeys = 4 * kParts;
 // barrier       arrives (count)   carries          waits   first phase
 // q_full[s]     load (1)          queries          math    blocked
 // q_empty[s]    math warps (12)   -                load    free
-// k_full[s]     load (1)          kKeyTileBytes    math    blocked; two that take turns
+// k_full[s]     load (1)          kKeyTileBytes    math    blocked; two, used in turn
 // k_empty[s]    math warps (4)    -                load    free
 struct Storage {
     alignas(kSwizzleAtomBytes) u8 q[kQueryBytes];
     u8 k[kStages][kKeyTileBytes];
-    Sums::Weights weights[kMaxHeads / 2][kMaxTokens];  // of two heads; the second stage is the second half
+    Sums::Weights weights[kMaxHeads / 2][kMaxTokens];  // weights of two heads; the second stage is the second half
     BlockInfo info[kMaxQueryStages];
     MBarrier q_full[kMaxQueryStages], q_empty[kMaxQueryStages];
     TileBarriers<kStages> k_full;
     MBarrier k_empty[kStages];
-    float weight_scales[kMaxQueryStages][kMaxTokens];  // what weights in float16 have been divided by
+    float weight_scales[kMaxQueryStages][kMaxTokens];  // divisors of the float16 weights
 };
 static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 static_assert(sizeof(float) * kWarpgroupWarps * kMaxTokens * kTileKeys <= kKeyTileBytes, "the sums of four warps");
@@ -100,7 +100,7 @@ MLA_FACT(max_heads, kMaxHeads);
 MLA_FACT(block_tokens, kMaxTokens);
 MLA_FACT(tile_keys, kTileKeys);
 
-// Within a math warpgroup: its products have been read, its sums are there. One of each per warpgroup.
+// Named barriers within a math warpgroup: its products have been read; its sums are written. One of each per warpgroup.
 enum NamedBarrier : i32 { ProductsDone = 1, SumsReady = ProductsDone + kMathWarpgroups };
 
 MLA_DEVICE void init_storage(Storage& s) {
@@ -115,7 +115,7 @@ MLA_DEVICE void init_storage(Storage& s) {
     fence_mbarrier_init();
 }
 
-// Blocks of tokens of few heads take turns in two stages.
+// Blocks of tokens with few heads use two stages in turn.
 struct QueryStages {
     i32 tiles, count;
 
@@ -145,9 +145,9 @@ MLA_DEVICE void put_weight(u32& pair, i32 head, float weight) {
     reinterpret_cast<u16*>(&pair)[head % 2] = float16::from_float(weight);
 }
 
-// A power of two for the weights of the lane's token, from the largest of them.
+// A power of two that scales the weights of the lane's token, from the largest of these weights.
 MLA_DEVICE float find_weight_scale(const LogitsParams& p, const BlockInfo& info, i32 heads, i32 lane) {
-    float largest = 0.f;  // NaN does not count
+    float largest = 0.f;  // NaN is ignored
     load_weights(p, info, heads, kMaxTokens, lane,
                  [&](i32, i32, float weight) { largest = fmaxf(largest, fabsf(weight)); });
 #pragma unroll
@@ -208,7 +208,7 @@ MLA_DEVICE void run_load_role(const LogitsParams& p, Storage& s, const TensorMap
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
-// The products of an m64 tile of queries with the tile of keys.
+// Multiplies an m64 tile of queries by the tile of keys.
 MLA_DEVICE void multiply(Sums::Products& d, SmemDesc q, SmemDesc k) {
     pin(d);
     wgmma_fence();
@@ -216,7 +216,7 @@ MLA_DEVICE void multiply(Sums::Products& d, SmemDesc q, SmemDesc k) {
     wgmma_commit_group();
 }
 
-// A math warpgroup's thread: its rows belong to token `g`, and to two heads of each m64 tile.
+// A thread of a math warpgroup: its rows belong to token `g` and to two heads of each m64 tile.
 struct Math {
     i32 warpgroup, warp, g, c, thread;
 
@@ -247,15 +247,15 @@ MLA_DEVICE void add_heads(Storage& s, const Math& math, const QueryStages& stage
     }
 }
 
-// Where the sums of a warp meet those of the others: rows of floats, [warp][token], in the memory of the tile of
-// keys. Eight columns are a chunk; chunk j of a token's row lies at j ^ token, which keeps banks apart.
+// The four warps exchange their sums here: rows of floats, [warp][token], in the memory of the tile of keys. A chunk
+// has eight columns; chunk j of a token's row lies at j ^ token, which avoids bank conflicts.
 MLA_DEVICE float* sum_at(Storage& s, i32 stage, i32 warp, i32 token, i32 chunk) {
     return reinterpret_cast<float*>(s.k[stage]) + (warp * kMaxTokens + token) * kTileKeys + (chunk ^ token) * 8;
 }
 
 MLA_DEVICE float4 operator*(float4 x, float y) { return make_float4(x.x * y, x.y * y, x.z * y, x.w * y); }
 
-// Each warp stores two tokens, a lane four keys of each in every part of the tile.
+// Each warp stores two tokens; a lane stores four keys of each token in every part of the tile.
 MLA_DEVICE void store_tile(const LogitsParams& p, Storage& s, const Math& math, i32 query_stage, i32 tile, i32 stage,
                            const float (&scales)[kLaneKeys]) {
     const BlockInfo& info = s.info[query_stage];
@@ -274,7 +274,7 @@ MLA_DEVICE void store_tile(const LogitsParams& p, Storage& s, const Math& math, 
         total[i].z = (x[0].z + x[1].z) + (x[2].z + x[3].z);
         total[i].w = (x[0].w + x[1].w) + (x[2].w + x[3].w);
     }
-    fence_proxy_async();  // the next tile of keys is written over the sums
+    fence_proxy_async();  // TMA writes the next tile of keys over the sums
     release(s.k_empty[stage], math.thread);
 #pragma unroll
     for (i32 i = 0; i < 2 * kParts; ++i) {
@@ -311,7 +311,7 @@ MLA_DEVICE void run_math_role(const LogitsParams& p, Storage& s, const Math& mat
     const QueryStages stages(p);
     StageWalk<kMaxQueryStages> query(0);
     StageWalk<kStages, kMathWarpgroups> key(math.warpgroup);
-    i32 ahead = math.warpgroup;  // tiles of the others before this warpgroup's next one
+    i32 ahead = math.warpgroup;  // tiles of the other warpgroups before the next one of this warpgroup
     while (true) {
         mbarrier_wait(s.q_full[query.stage], query.parity());
         const TileRange tiles = s.info[query.stage].tiles;

@@ -1,5 +1,5 @@
-// What the indexer logits kernels for Hopper share: blocks of tokens in a ring of query stages, tiles of keys in
-// another, warpgroups that take the tiles in turn.
+// Shared code of the indexer logits kernels for Hopper: a ring of query stages for blocks of tokens, a ring of key
+// stages for tiles, and warpgroups that take the tiles in turn.
 #pragma once
 #include "common/limits.cuh"
 #include "indexer/logits/line.cuh"
@@ -13,9 +13,9 @@ namespace mla::indexer::logits::sm90 {
 // role       warps of the block             does
 // math w     4w..                           every kMathWarpgroups-th tile of keys
 // load       the first of the last four     queries and weights of each block of tokens, tiles of keys
-// fill       the others                     -inf where no tile is computed
+// fill       the rest of the last four      -inf where no tile is computed
 //
-// Paged, tiles and queries are loaded by a warp each.
+// In the paged kernel, one warp loads tiles and another loads queries.
 template <i32 kMathWarpgroups>
 struct Roles {
     static constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
@@ -23,19 +23,19 @@ struct Roles {
 };
 
 // ---- A block of tokens -----------------------------------------------------------------------------------------
-// Beside its queries: the tiles of this thread block, and what each token may see.
+// Stored with the queries: the tiles of this thread block, and the range of keys that each token sees.
 struct BlockInfo {
     i32 block, tokens;
-    TileRange tiles;  // none: there are no more blocks
+    TileRange tiles;  // empty: no more blocks
     KeyRange ranges[kMaxTokens];
 };
 
 // ---- Stages ----------------------------------------------------------------------------------------------------
-// A position in a ring of stages of which a role takes every kStep-th.
+// A position in a ring of stages, for a role that uses every kStep-th stage.
 template <i32 kStages, i32 kStep = 1>
 struct StageWalk {
     i32 stage;
-    u32 wraps = 0;  // how often it has begun anew: the phase of the stage's barriers
+    u32 wraps = 0;  // times around the ring, which give the phase of the stage's barriers
 
     MLA_DEVICE explicit StageWalk(i32 first) : stage(first) {}
     MLA_DEVICE u32 parity() const { return wraps & 1; }
@@ -47,10 +47,11 @@ struct StageWalk {
     }
 };
 
-// The full barriers of a ring whose stages are not always the same consumer's. Tiles may arrive out of order, so that a
-// consumer may come to a stage while the tile before its own is still under way there: the tile before that one has the
-// parity that it waits for. With two barriers, which take turns, that tile cannot be: it had been consumed before
-// anything that this consumer has seen was fetched.
+// The full barriers of a ring in which a stage may pass from one consumer to another. Tiles may arrive out of order, so
+// a consumer can reach a stage while the previous tile of that stage is still loading. With one barrier per stage, the
+// consumer would then see the parity of the tile before that one, take it for its own, and read too early. Two barriers
+// per stage, used in turn, prevent this: the tile two laps back was consumed before this consumer's last tile was
+// fetched.
 template <i32 kStages>
 struct TileBarriers {
     MBarrier barrier[2][kStages];
@@ -65,8 +66,8 @@ struct TileBarriers {
     }
 };
 
-// By a warp: put(head, token, weight) takes the weight of each head and token, a lane those of one token. Those that
-// are not there weigh nothing. All loads of a round are under way at once: short blocks wait for nothing else.
+// Calls put(head, token, weight) for each head and token; a lane of the warp handles one token. Absent heads and tokens
+// have weight 0. All loads of a round are in flight together, because a short block waits for these loads alone.
 template <class Put>
 MLA_DEVICE void load_weights(const LogitsParams& p, const BlockInfo& info, i32 heads, i32 tokens, i32 lane, Put put) {
     constexpr i32 kHeadsAtOnce = kWarpThreads / kMaxTokens, kLoads = 8;
@@ -88,7 +89,7 @@ MLA_DEVICE void load_weights(const LogitsParams& p, const BlockInfo& info, i32 h
     }
 }
 
-// By a warp, for the math warps; the end of all is a block without tiles.
+// Tells the math warps about the next block; a block without tiles ends the kernel. Called by a whole warp.
 template <class Walk>
 MLA_DEVICE void write_info(BlockInfo& info, const Walk& walk, bool found) {
     if (walk.lane < kMaxTokens) info.ranges[walk.lane] = walk.range;

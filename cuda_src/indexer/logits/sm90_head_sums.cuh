@@ -1,12 +1,12 @@
-// The sums over heads of a math thread: in float32, or in float16, of products that tensor cores have added up in the
-// same. The thread has two rows of an m64 tile of queries, two heads of one token, and all tiles add to the same sums.
+// Sums over heads of a math thread, in float32 or float16; the tensor cores accumulate in the same type. The thread
+// owns two rows of an m64 tile of queries, two heads of one token, and all tiles add to the same sums.
 #pragma once
 #include "ptx/convert.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace mla::indexer::logits::sm90 {
-// For products and sums of type float or float16: how many keys a tile has; the weights of two heads; and the sums of
-// two neighbouring keys in each chunk of eight.
+// Defines, for products and sums of type float or float16, the keys of a tile, the weights of two heads, and the sums
+// of two neighbouring keys in each chunk of eight.
 template <class Accumulator>
 struct HeadSums;
 
@@ -30,7 +30,7 @@ struct HeadSums<float> {
     MLA_DEVICE float2 of(i32 chunk) const { return make_float2(sums[2 * chunk], sums[2 * chunk + 1]); }
 };
 
-// Half as many registers per key leave room for twice as many keys. Neighbours are a word.
+// Half the registers per key leave room for twice the keys. Two neighbouring keys share a word.
 template <>
 struct HeadSums<float16> {
     static constexpr bool kHalf = true;
@@ -53,9 +53,9 @@ struct HeadSums<float16> {
     }
 };
 
-// What weights in float16 are divided by: a power of two, from their largest magnitude, that makes them less than 1/32.
-// Of the 32 heads that a thread may have, none of whose products exceeds 57,344, no sum does. 2^126 at most, for its
-// inverse.
+// Divisor of float16 weights: a power of two, from their largest magnitude, that makes them less than 1/32. A thread
+// has at most 32 heads, and their products do not exceed 57,344, so the sum of a thread does not, either. At most
+// 2^126, so that its inverse is normal.
 constexpr i32 kThreadHeadsLog2 = 5;
 
 MLA_DEVICE float scale_of_weights(float largest) {

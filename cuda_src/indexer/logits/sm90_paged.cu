@@ -1,17 +1,17 @@
-// Indexer logits on Hopper for the next tokens of sequences, whose keys lie in pages of 64.
+// Indexer logits on Hopper for the next tokens of sequences; keys lie in pages of 64.
 //
 //   logits[n, i, s] = scale[s] * sum_h weights[n, i, h] * max(q[n, i, h] . key[s], 0)   for s < length(n, i)
 //
-// Bound by the cache for few tokens. The keys are the A operand, a page one m64 tile, and the heads of one token or of
-// two the columns, so that no row is wasted on tokens that are not there:
+// Bound by reading the cache for few tokens. A page of keys is the A operand, one m64 tile, and the heads of one or two
+// tokens are the columns, so no row is wasted on absent tokens:
 //
 //   for each token, or two:   D = K Q^T  (64 x heads),   sum[row] += weight * max(D[row, head], 0)
 //
-// A thread has heads 8j + 2c and 8j + 2c + 1 of every eight, and the four threads of a row add up theirs: the order of
-// additions is that of sm90.cu, and a logit's bits are the same.
+// A thread owns heads 8j + 2c and 8j + 2c + 1 of every eight, and the four threads of a row add up their sums. The
+// order of additions equals the order in sm90.cu, so both kernels compute the same bits.
 //
-// Grid: one block per SM. The pages of all sequences lie in one line, which each block cuts into equal shares, or, if
-// there are very many sequences, schedule.cu for all. Math warpgroups take the pages of a share in turn, also
+// Grid: one block per SM. The pages of all sequences lie in one line, which each block cuts into equal shares itself;
+// for more than kMaxSequences sequences, schedule.cu cuts it. Math warpgroups take the pages of a share in turn, also
 // across sequences:
 //
 //   math 0   | page 0: products, sums, stores | page 4 ...
@@ -20,13 +20,13 @@
 //   math 3   |             page 3                         | page 7 ...
 //   pages    | share, pages of the first sequence, of the next one, ...   (two warps in turn for few tokens)
 //   queries  | share, Q of the first sequence, of the next one, ...
-//   fill     | -inf behind each sequence
+//   fill     | -inf after each sequence
 //
-// Keys in e2m1 (indexer/e2m1_keys.cuh) are a build of their own, in which a math thread takes its codes from shared
-// memory and turns them into fragments of e4m3, the A operand in registers, before it multiplies.
+// Keys in e2m1 (indexer/e2m1_keys.cuh) use a separate build: a math thread reads codes from shared memory and converts
+// them into e4m3 fragments, the A operand in registers, before it multiplies.
 //
-// Source: the operation is DeepGEMM's fp8_paged_mqa_logits (2025). What differs: the schedule is even to one page, any
-// number of heads fits, lengths may be those of the last tokens, and pages that are not there are no error.
+// Source: the operation is DeepGEMM's fp8_paged_mqa_logits (2025). Differences: the schedule is balanced to one page,
+// any number of heads fits, lengths may be given for the last tokens alone, and invalid pages are no error.
 #include "common/limits.cuh"
 #include "indexer/e2m1_near.cuh"
 #include "indexer/logits/sm90.cuh"
@@ -47,39 +47,41 @@ using namespace sm90;
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = float8_e4m3fn;
 constexpr bool kE2m1 = MLA_E2M1;
-constexpr i32 kBlockHeads = MLA_BLOCK_HEADS;              // of a token, all of them: columns of its products
-constexpr i32 kTokensAtOnce = kBlockHeads < 128 ? 2 : 1;  // multiplied, where there are so many
-constexpr i32 kRoomTiles = MLA_QUERY_TILES;               // of queries, in shared memory: see below
+constexpr i32 kBlockHeads = MLA_BLOCK_HEADS;              // all heads of a token, the columns of its products
+constexpr i32 kTokensAtOnce = kBlockHeads < 128 ? 2 : 1;  // most tokens in one product
+constexpr i32 kRoomTiles = MLA_QUERY_TILES;               // query tiles in shared memory: see below
 constexpr i32 kMaxQueryStages = 2, kStageTiles = kRoomTiles / kMaxQueryStages;
-constexpr bool kFewTokens = kStageTiles == kTokensAtOnce;  // in every sequence: all are multiplied at once
+constexpr bool kFewTokens = kStageTiles == kTokensAtOnce;  // one product holds all tokens of a sequence
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
-constexpr i32 kMathWarpgroups = kE2m1 ? 3 : 4;  // a fragment of keys takes registers
+constexpr i32 kMathWarpgroups = kE2m1 ? 3 : 4;  // key fragments need registers
 constexpr i32 kThreads = Roles<kMathWarpgroups>::kThreads, kLoadWarp = Roles<kMathWarpgroups>::kLoadWarp;
 constexpr i32 kMathWarps = Roles<kMathWarpgroups>::kMathWarps;
-constexpr i32 kPageWarps = kFewTokens ? 2 : 1;  // from kLoadWarp on
+constexpr i32 kPageWarps = kFewTokens ? 2 : 1;  // starting at kLoadWarp
 constexpr i32 kQueryWarp = kLoadWarp + kPageWarps, kFillWarp = kQueryWarp + 1;
 constexpr i32 kFillWarps = kLoadWarp + kWarpgroupWarps - kFillWarp;
-constexpr i32 kStartBarrier = 1;                            // of all warps but those that fill
-constexpr i32 kMaxSequences = kWarpThreads * kWarpThreads;  // without a schedule: see PageLine
+constexpr i32 kStartBarrier = 1;                            // all warps but the fill warps
+constexpr i32 kMaxSequences = kWarpThreads * kWarpThreads;  // limit without a schedule: see PageLine
 
 constexpr i32 kHeadDim = kSw128RowBytes;
 constexpr i32 kPageKeys = kSw128Rows;
-constexpr u32 kCodeBytes = kE2m1 ? kSw64Bytes : kSw128Bytes;  // of a page
+constexpr u32 kCodeBytes = kE2m1 ? kSw64Bytes : kSw128Bytes;  // codes of a page
 constexpr u32 kScaleBytes = kPageKeys * sizeof(float);
-constexpr i32 kScaleRow = kCodeBytes / kScaleBytes;  // a page as rows of so many bytes: its last one
+constexpr i32 kScaleRow = kCodeBytes / kScaleBytes;  // the last row of a page, in rows of kScaleBytes
 constexpr i32 kMmaSteps = kHeadDim / kKMajorStepBytes;
 
-constexpr u32 kQueryTileBytes = kBlockHeads * kSw128RowBytes;  // of one token
-// There is room for the queries of two sequences, or of one of many heads and tokens.
-constexpr i32 kStages = kE2m1 ? 18 : 8;  // more pages under way take longer
-// Pages of a share that are brought into L2 before an earlier kernel is done, if it has so many: short ones lose by it.
+constexpr u32 kQueryTileBytes = kBlockHeads * kSw128RowBytes;  // queries of one token
+// Shared memory holds the queries of two sequences, or of one sequence with many heads and tokens.
+constexpr i32 kStages = kE2m1 ? 18 : 8;  // more pages in flight are slower
+// A share of at least kLongShare pages prefetches kPagesAhead of them into L2 before an earlier kernel is done; shorter
+// shares get slower by it.
 constexpr i32 kPagesAhead = 8, kLongShare = 128;
-static_assert(kStages % kMathWarpgroups == 0 && kStages % kPageWarps == 0, "a stage is always the same ones'");
+static_assert(kStages % kMathWarpgroups == 0 && kStages % kPageWarps == 0, "a stage always has the same warps");
 
-constexpr i32 kProducts = kBlockHeads / 2;  // of a thread
-constexpr i32 kHeldPairs = 8;               // of weights, in registers
-// Which are few: the load roles leave some to the math role. The kernel starts with as many as fit its threads.
+constexpr i32 kProducts = kBlockHeads / 2;  // products of a thread per token
+constexpr i32 kHeldPairs = 8;               // pairs of weights in registers
+// Registers are scarce, so the load roles give some to the math role. The kernel starts with kStartRegisters per
+// thread.
 constexpr bool kMovesRegisters = !kE2m1 && kFewTokens && kBlockHeads >= 64;
 constexpr i32 kMathRegisters = 104, kLoadRegisters = 64, kStartRegisters = 96;
 static_assert(!kMovesRegisters ||
@@ -108,7 +110,7 @@ MLA_FACT(max_short_line, kMaxSequences);
 MLA_FACT(smem_bytes, sizeof(Storage));
 MLA_FACT(page_keys, kPageKeys);
 
-// By a warp, whose lanes have a stage each.
+// Called by a warp; each lane initialises one stage.
 MLA_DEVICE void init_storage(Storage& s, i32 lane) {
     static_assert(kStages <= kWarpThreads && kMaxQueryStages <= kStages, "lanes");
     if (lane < kMaxQueryStages) {
@@ -122,17 +124,18 @@ MLA_DEVICE void init_storage(Storage& s, i32 lane) {
     fence_mbarrier_init();
 }
 
-// The queries of a sequence are a tile for each token. Where all fit twice, sequences take turns in two stages.
+// Each token of a sequence has a tile of queries. If the tiles of a sequence fit twice, sequences use two stages in
+// turn.
 MLA_DEVICE i32 query_stages(const LogitsParams& p) { return p.block_tokens <= kStageTiles ? kMaxQueryStages : 1; }
 
 // ---- A block's share -------------------------------------------------------------------------------------------
 MLA_DEVICE KeyRanges paged_ranges(const LogitsParams& p) {
     KeyRanges ranges = key_ranges(p);
-    ranges.begins = nullptr;  // known to the compiler
+    ranges.begins = nullptr;  // tells the compiler that there are none
     return ranges;
 }
 
-// Of this lane's number and those of all lanes before it.
+// Inclusive prefix sum over the lanes of a warp.
 MLA_DEVICE i32 sum_through(i32 x, i32 lane) {
 #pragma unroll
     for (i32 step = 1; step < kWarpThreads; step *= 2) {
@@ -142,16 +145,17 @@ MLA_DEVICE i32 sum_through(i32 x, i32 lane) {
     return x;
 }
 
-// The line of the pages of up to 32 groups of 32 sequences, cut by a warp as schedule.cu would. Lane i knows how
-// many pages group i has, and sequence i of one group.
+// The line of the pages of up to 32 groups of 32 sequences; a warp cuts it where schedule.cu would. Lane i holds the
+// number of pages of group i, and of sequence i in the current group.
 struct PageLine {
     static constexpr i32 kGroupsAtOnce = 4;
     const KeyRanges& ranges;
     i32 lane;
-    i32 group_pages, groups_through, total;  // of this lane's group; of it and those before it; of all
-    i32 of_first[kGroupsAtOnce];             // of this lane's sequence of each of the first groups
-    i32 group, pages, through;               // the one whose sequences are known: the same of this lane's sequence
-    i32 owner_pages;                         // of the sequence that has been cut
+    i32 group_pages, groups_through,
+        total;                    // pages of this lane's group, of it and all groups before it, of all groups
+    i32 of_first[kGroupsAtOnce];  // pages of this lane's sequence in each of the first groups
+    i32 group, pages, through;    // current group; pages of this lane's sequence, and of it and all before it
+    i32 owner_pages;              // pages of the sequence with the last cut
 
     MLA_DEVICE PageLine(const KeyRanges& ranges, i32 lane)
         : ranges(ranges), lane(lane), group_pages(0), group(0), owner_pages(0) {
@@ -174,7 +178,7 @@ struct PageLine {
         through = sum_through(pages, lane);
     }
 
-    // The pages of this lane's sequence of each of some groups, whose lengths are asked for at once.
+    // Counts the pages of this lane's sequence in each of kGroups groups; their lengths are loaded together.
     template <i32 kGroups>
     MLA_DEVICE void look_at(i32 first, i32 (&of)[kGroups]) const {
         const i32 tokens = ranges.end_of_last ? 1 : ranges.block_tokens;
@@ -197,7 +201,8 @@ struct PageLine {
         for (i32 i = 0; i < kGroups; ++i) of[i] = (u32)(min(of[i], ranges.num_keys) + kPageKeys - 1) / kPageKeys;
     }
 
-    // The pages of this lane's sequence of a group: to look at lengths once more takes as long as all else here.
+    // Pages of this lane's sequence in a group. The first groups are kept in registers, because a second look at the
+    // lengths takes as long as the rest of the cut.
     MLA_DEVICE i32 pages_in(i32 of) const {
         if (of >= kGroupsAtOnce) {
             i32 looked_at[1];
@@ -225,10 +230,10 @@ struct PageLine {
     }
 };
 
-// This thread block's.
+// This thread block's share of the pages.
 struct PageShare : LineShare {
-    i32 first_end;  // of the first sequence; 0: not known
-    bool is_long;   // as all shares are, or none
+    i32 first_end;  // end of the first sequence in pages; 0: unknown
+    bool is_long;   // the same for all shares
 
     MLA_DEVICE PageShare() : LineShare{}, first_end(0), is_long(false) {}
     MLA_DEVICE void find(const LogitsParams& p, const KeyRanges& ranges, i32 lane) {
@@ -255,7 +260,7 @@ MLA_DEVICE void load_queries(const LogitsParams& p, Storage& s, const TensorMap&
     }
 }
 
-// Heads that are not there weigh nothing.
+// Absent heads have weight 0.
 MLA_DEVICE void copy_weights(const LogitsParams& p, Storage& s, i32 sequence, i32 stage, i32 lane) {
     const float* row = p.weights + sequence * p.weights_stride_block_elems;
     float* to = s.weights[stage * kStageTiles];
@@ -269,7 +274,7 @@ MLA_DEVICE void copy_weights(const LogitsParams& p, Storage& s, i32 sequence, i3
     cp_async_mbarrier_arrive_noinc(s.q_full[stage]);
 }
 
-// A page outside the pool lies outside the tensor for certain: its codes and scales become zeros.
+// A page outside the pool lies outside the tensor, so TMA fills its codes and scales with zeros.
 MLA_DEVICE void load_page(Storage& s, const TensorMap& codes_map, const TensorMap& scales_map, i32 stage, i32 page) {
     MBarrier& full = s.k_full[stage];
     mbarrier_arrive_expect_tx(full, kCodeBytes + kScaleBytes);
@@ -277,8 +282,8 @@ MLA_DEVICE void load_page(Storage& s, const TensorMap& codes_map, const TensorMa
     cp_async_bulk_tensor_3d(smem_addr(s.scales[stage]), scales_map, full, 0, kScaleRow, page, kEvictFirst);
 }
 
-// Where every kPageWarps-th page of a sequence lies, one after the other. Lanes look up 32 at a time, the next ones
-// while these are fetched.
+// Yields the pool index of every kPageWarps-th page of a sequence in order. Lanes look up 32 pages at a time, and the
+// next 32 while these are fetched.
 struct PageNumbers {
     const i32* table;
     i64 stride_elems;
@@ -297,7 +302,7 @@ struct PageNumbers {
           pages(-1) {
         next = look_up(begin);
     }
-    // As it stands in the table: a look at it would wait for it.
+    // Returns the entry unchecked: a check would wait for the load.
     MLA_DEVICE i32 look_up(i32 first) const {
         const i32 own = first + lane * kPageWarps;
         return own < end ? table[own * stride_elems] : -1;
@@ -325,7 +330,7 @@ struct Maps {
     }
 };
 
-// The queries and weights of the sequences of a share.
+// Loads the queries and weights of the sequences of a share.
 MLA_DEVICE void run_query_role(const LogitsParams& p, Storage& s, const Maps& maps, BlockWalk<kPageKeys> walk) {
     const i32 stages = query_stages(p);
     StageWalk<kMaxQueryStages> query(0);
@@ -343,10 +348,11 @@ MLA_DEVICE void run_query_role(const LogitsParams& p, Storage& s, const Maps& ma
     }
 }
 
-// Their pages, by warps in turn. Where those of the first sequence lie is looked up while its lengths are read again.
+// Loads the pages of the sequences of a share; the page warps take turns. The page table of the first sequence is read
+// while its lengths are read again.
 MLA_DEVICE void run_page_role(const LogitsParams& p, Storage& s, const Maps& maps, BlockWalk<kPageKeys> walk,
                               i32 first_end, i32 warp) {
-    i32 ahead = kPageWarps == 1 ? 0 : warp;  // pages of the others before this warp's next one
+    i32 ahead = kPageWarps == 1 ? 0 : warp;  // pages of the other warp before the next one of this warp
     PageNumbers numbers(p, walk.from.block, TileRange{walk.from.tile + ahead, first_end}, walk.lane);
     StageWalk<kStages, kPageWarps> key(ahead);
     for (bool looked_up = first_end > 0; walk.next(); looked_up = false) {
@@ -361,8 +367,8 @@ MLA_DEVICE void run_page_role(const LogitsParams& p, Storage& s, const Maps& map
     }
 }
 
-// Brings lengths and the block table into L2 before an earlier kernel is done, which may yet write them there: a line
-// for each thread. Table rows of which there are more than that wait for memory.
+// Prefetches lengths and the block table into L2 before an earlier kernel is done; if that kernel writes them, L2 gets
+// the new values. One line per thread; further rows of the table wait for memory.
 MLA_DEVICE void prefetch_inputs(const LogitsParams& p, i32 warp, i32 lane) {
     constexpr u32 kLineElems = 128 / sizeof(i32);
     if (warp == 0 && lane * kLineElems < p.num_blocks) {
@@ -375,8 +381,8 @@ MLA_DEVICE void prefetch_inputs(const LogitsParams& p, i32 warp, i32 lane) {
     }
 }
 
-// The same of a share's first pages and their queries, by a warp. An earlier kernel may yet make the share another, or
-// its pages: then these were brought in vain.
+// Prefetches the first pages of a share and their queries; called by a warp. If an earlier kernel still changes the
+// lengths or the block table, the prefetch was useless but harmless.
 MLA_DEVICE void prefetch_share(const LogitsParams& p, i32 lane) {
     const u64 most_pages = (u64)p.num_blocks * ((u32)p.num_keys / kPageKeys);
     if (p.cuts != nullptr || most_pages < (u64)kLongShare * gridDim.x) return;
@@ -401,7 +407,7 @@ MLA_DEVICE void prefetch_share(const LogitsParams& p, i32 lane) {
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
-// This thread's weights of one or two tokens: of two heads of every eight. The first of these pairs stay in registers.
+// This thread's weights of one or two tokens: two heads of every eight. The first kHeld pairs stay in registers.
 template <i32 kHeld>
 struct Weights {
     const float2* from;
@@ -414,15 +420,15 @@ struct Weights {
     MLA_DEVICE float2 at(i32 i) const { return i < kHeld ? held[i] : from[4 * i]; }
 };
 
-// What a thread of a math warpgroup knows of a sequence: found out once, not for each of its pages.
+// State of a math thread for one sequence, computed once instead of per page.
 struct Sequence {
     i32 tokens;
     SmemDesc q;
-    const float2* weights;  // of its first token, this thread's first two heads
+    const float2* weights;  // weights of the first token for this thread's first two heads
     const KeyRange* ranges;
-    i32 end;        // all tokens see the keys before it
-    LogitsRow row;  // of the first token, or of the second where this thread stores that; from its key of a page on
-    u64 row_bytes;  // from one token's to the next's
+    i32 end;        // all tokens see the keys before `end`
+    LogitsRow row;  // of the first token, or of the second if this thread stores it; starts at its key of a page
+    u64 row_bytes;  // bytes between the rows of two tokens
 
     MLA_DEVICE Sequence(const LogitsParams& p, Storage& s, i32 stage, const RowThread& own)
         : tokens(p.block_tokens),
@@ -434,13 +440,13 @@ struct Sequence {
           row_bytes(p.logits_stride_token_elems * (p.bf16_out ? 2 : 4)) {
         for (i32 token = 1; token < tokens; ++token) end = min(end, ranges[token].end);
         u64 offset = static_cast<u8*>(row.row) - static_cast<u8*>(p.logits) + own.row * (p.bf16_out ? 2 : 4);
-        opaque(offset);  // kept, not found again for each page
+        opaque(offset);  // keeps the compiler from computing it for each page
         row.row = static_cast<u8*>(p.logits) + offset;
     }
     MLA_DEVICE Weights<0> weights_of(i32 token) const { return Weights<0>(weights + token * kBlockHeads / 2); }
 };
 
-// The keys of a page as the A operand: where they lie, ...
+// The keys of a page as the A operand in shared memory.
 struct SharedKeys {
     SmemDesc a;
 
@@ -450,14 +456,15 @@ struct SharedKeys {
     }
 };
 
-// ... or, of codes in e2m1, as fragments, which leave the stage. A step of a product is the group of a scale.
+// Keys in e2m1 as the A operand in registers, so the stage can be refilled early. One step of a product covers the
+// elements that share a scale.
 struct ConvertedKeys {
     static_assert(kMmaSteps * kE2m1Group == kHeadDim, "a scale for each step");
     u32 a[kMmaSteps][4];
 
     MLA_DEVICE ConvertedKeys(const Storage&, i32) {}
 
-    // Once the page is there; returns what the sums of this thread's key are to be multiplied by.
+    // Called once the page has arrived; returns the factor for the sums of this thread's key.
     MLA_DEVICE float arrived(Storage& s, const RowThread& own, i32 stage, i32 thread) {
         const i32 first = own.row & ~8;
         const E2m1Scales scales[2] = {E2m1Scales(__float_as_uint(s.scales[stage][first])),
@@ -471,7 +478,7 @@ struct ConvertedKeys {
         return own.row == first ? scales[0].of_key() : scales[1].of_key();
     }
 
-    // A thread has four neighbours of each half of a step, of two keys.
+    // A thread converts four neighbours in each half of a step, for two keys.
     template <class Tables>
     MLA_DEVICE void convert(const Storage& s, const E2m1Scales (&scales)[2], i32 first, i32 c, i32 stage) {
 #pragma unroll
@@ -499,7 +506,7 @@ struct KeysOf<true> {
 };
 using PageKeys = KeysOf<kE2m1>::Type;
 
-// A page, for one or two tokens at a time.
+// Computes the logits of a page for one or two tokens at a time.
 struct PageMath {
     Storage& s;
     const Sequence& sequence;
@@ -544,8 +551,8 @@ struct PageMath {
         }
     }
 
-    // The logits of so many tokens, whose products are one. Heads are added a group at a time, whose weights are in
-    // registers.
+    // Computes the logits of kTokens tokens with one product. Heads are added a group at a time, with the weights of a
+    // group in registers.
     template <i32 kTokens, i32 kHeld>
     MLA_DEVICE void run(i32 token, const Weights<kHeld>& of_tokens) {
         constexpr i32 kGroupHeads = kBlockHeads < 64 ? kBlockHeads : 64, kGroups = kBlockHeads / kGroupHeads;
@@ -575,7 +582,7 @@ struct PageMath {
         finish(sums, token);
     }
 
-    // Over the four threads of a row: (0 + 1) + (2 + 3).
+    // Adds the sums of the four threads of a row: (0 + 1) + (2 + 3).
     MLA_DEVICE void finish(const float (&sums)[1][2], i32 token) {
         const float pair = add_in_pair(sums[0][0], sums[0][1], 1, own.c % 2);
         const float sum = add_in_pair(pair, pair, 2, false);
@@ -588,7 +595,7 @@ struct PageMath {
     }
 };
 
-// This warpgroup's pages of a sequence that has kTokens tokens, which are multiplied at once, or, if 0, any number.
+// Computes this warpgroup's pages of a sequence with kTokens tokens in one product, or with any number if kTokens is 0.
 template <i32 kTokens>
 MLA_DEVICE void run_pages(Storage& s, const Sequence& sequence, const RowThread& own, TileRange tiles, i32& ahead,
                           StageWalk<kStages, kMathWarpgroups>& key, i32 thread) {
@@ -617,7 +624,7 @@ MLA_DEVICE void run_math_role(const LogitsParams& p, Storage& s, i32 warpgroup, 
     const RowThread own(thread);
     StageWalk<kMaxQueryStages> query(0);
     StageWalk<kStages, kMathWarpgroups> key(warpgroup);
-    i32 ahead = warpgroup;  // pages of the others before this warpgroup's next one
+    i32 ahead = warpgroup;  // pages of the other warpgroups before the next one of this warpgroup
     while (true) {
         mbarrier_wait(s.q_full[query.stage], query.parity());
         const TileRange tiles = s.info[query.stage].tiles;
@@ -652,11 +659,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         prefetch_inputs(p, warp - kFillWarp, lane);
         if (warp == kFillWarp) prefetch_share(p, lane);
     }
-    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+    griddepcontrol_wait();  // before the first read of data that an earlier kernel may have written
     const KeyRanges ranges = paged_ranges(p);
     PageShare share;
     if (warp >= kLoadWarp && warp < kFillWarp) share.find(p, ranges, lane);
-    // Not before: what has been asked for takes longer than the barriers.
+    // Waits for the barriers' initialisation only now, because the loads for the share take longer.
     if (warp < kFillWarp) bar_sync(kStartBarrier, kFillWarp * kWarpThreads);
     if (kMovesRegisters && warp >= kLoadWarp) setmaxnreg_dec<kLoadRegisters>();
     if (warp < kLoadWarp) {

@@ -1,7 +1,7 @@
 // The indexer's selection on Hopper for a few next tokens of sequences, in one launch: logits of keys in pages of 64,
 // and their exact top-k.
 //
-//   logit[s] = scale[s] * sum_h weights[h] * max(q[h] . key[s], 0)        indices = those of the k largest, ascending
+//   logit[s] = scale[s] * sum_h weights[h] * max(q[h] . key[s], 0)        indices = the k largest logits, ascending
 //
 // Grid: a cluster of kClusterBlocks blocks for each token. A block takes a contiguous share of the token's pages, whose
 // logits stay in its shared memory as keys of the selection.
@@ -33,7 +33,7 @@ constexpr i32 kBlockHeads = 64;  // of a token: columns of its products
 constexpr i32 kHeadDim = kSw128RowBytes;
 constexpr i32 kPageKeys = kSw128Rows;
 constexpr u32 kCodeBytes = kSw128Bytes, kScaleBytes = kPageKeys * sizeof(float);
-constexpr i32 kScaleRow = kCodeBytes / kScaleBytes;  // a page as rows of so many bytes: its last one
+constexpr i32 kScaleRow = kCodeBytes / kScaleBytes;  // the last row of a page, in rows of kScaleBytes
 constexpr i32 kMmaSteps = kHeadDim / kKMajorStepBytes;
 constexpr u32 kQueryBytes = kBlockHeads * kSw128RowBytes;
 constexpr i32 kStages = kWarps;

@@ -1,25 +1,25 @@
 // Exact top-k of each row of logits, under one total order: larger first, then the lower index.
 //
-//   key(x) = the bits of x, monotone: NaN 1 < -inf < ... < -0 = +0 < ... < +inf < kept keys;  0: not in the range
+//   key(x) = the bits of x, monotone: NaN 1 < -inf < ... < -0 = +0 < ... < +inf < kept keys;  0: outside the range
 //   T = the k-th largest key;  selected = {key > T} and the first of {key = T}, in ascending order
 //
-// Grid: kClusterBlocks blocks per row, the last row first: causal rows grow. A block holds its share of the row in
-// registers, kItems keys per thread, and reads longer shares again in every pass.
+// Grid: kClusterBlocks blocks per row, the last row first because causal rows grow. A block holds its share of the row
+// in registers, kItems keys per thread, and reads a longer share again in every pass.
 //
 //   histogram of the keys' upper 11 bits | digit of T | of the next 11 | digit | of the last 10 | digit | emit
 //
-// A pass counts only keys whose upper bits are those of T, so nothing is stored that could overflow. The passes end as
-// soon as all keys with the bits found so far are selected. The blocks of a cluster send each other the histograms of
-// shorter digits (indexer/cluster_digits.cuh).
+// A pass counts only keys with the same upper bits as T, so no candidate list can overflow. The passes end as soon as
+// all keys with the bits found so far are selected. The blocks of a cluster send each other histograms of shorter
+// digits (indexer/cluster_digits.cuh).
 //
-// Bins: keys that differ in a few bits only would often share a bank of shared memory, which costs up to ten times
-// as much as any other set of digits; `place` leaves out a word after every 32.
+// Bins: keys that differ in only a few bits would often hit the same bank of shared memory, which is up to ten times
+// slower than other sets of digits; `place` therefore skips a word after every 32.
 //
-// Emission: in ascending order of the index, positions are prefix sums over items, warps and lanes. By value, the
-// selected keys are then sorted in shared memory.
+// Emission: indices are written in ascending order, at positions that are prefix sums over items, warps and lanes. With
+// by_value, the selected keys are then sorted in shared memory.
 //
-// Source: radix select, as in Alabi et al., "Fast k-selection algorithms for graphics processing units", 2012. What
-// differs: keys stay in registers, ties go to the lowest index, and there is no list of candidates.
+// Source: radix select, as in Alabi et al., "Fast k-selection algorithms for graphics processing units", 2012.
+// Differences: keys stay in registers, ties go to the lowest index, and there is no list of candidates.
 #include "common/facts.cuh"
 #include "common/types.cuh"
 #include "indexer/cluster_digits.cuh"
@@ -33,19 +33,19 @@ namespace mla::indexer::topk {
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
 constexpr i32 kClusterBlocks = MLA_CLUSTER_BLOCKS;
-constexpr i32 kThreads = MLA_THREADS;  // fewer where rows are short, so that an SM works on two
+constexpr i32 kThreads = MLA_THREADS;  // fewer for short rows, so that an SM works on two rows
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kMaxThreads = 1024;
 constexpr i32 kWarps = kThreads / kWarpThreads;
-constexpr i32 kItems = 32;                   // keys of a thread that are in registers at once
-constexpr i32 kChunk = 4;                    // of these are worked on together, be they there or not
+constexpr i32 kItems = 32;                   // keys that a thread holds in registers
+constexpr i32 kChunk = 4;                    // keys that are processed together, present or not
 constexpr i32 kDigitBits = 11, kPasses = 3;  // the last digit has 10
 constexpr i32 kBins = 1 << kDigitBits;
 constexpr i32 kCapacity = kItems * kThreads;
 constexpr i32 kBinsPerThread = kBins / kThreads;
 constexpr i32 kMaxSorted = 8192;
-constexpr i32 kWarpEntries = 2 * kWarpThreads;  // that a warp sorts without the others
+constexpr i32 kWarpEntries = 2 * kWarpThreads;  // entries that a warp sorts without the other warps
 static_assert(kPasses * kDigitBits == 33, "the digits cover a key");
 static_assert(kWarps <= kWarpThreads && kItems * kWarps == kThreads, "a lane per warp's sum, a thread per word");
 static_assert(kCapacity < 1 << 16, "half a word holds a count of keys");
@@ -64,7 +64,7 @@ struct TopkParams {
     i64 indices_stride_q_elems, counts_stride_elems, values_stride_q_elems;
     i32 s_q, s_kv, k;
     i32 rows_per_table, max_pages, page_size;
-    i32 rows_per_ke;  // that share a ke, which is the last one's: each row before it sees one key less
+    i32 rows_per_ke;  // rows that share a ke; it belongs to the last row, and each row before it sees one key less
     i32 keep_first, keep_last;
     i32 by_value, relative, logits_are_bf16;
 };
@@ -81,7 +81,7 @@ struct Sorted {
     u32 keys[kMaxSorted];
     u16 places[kMaxSorted];  // in ascending order of the index
 
-    // The key, then the complement of the place: the larger one comes first.
+    // An entry is the key, then the complement of the place; larger entries come first.
     MLA_DEVICE u64 get(i32 n) const { return (u64)keys[n] << 32 | (u16)~places[n]; }
     MLA_DEVICE void set(i32 n, u64 entry) {
         keys[n] = (u32)(entry >> 32);
@@ -89,26 +89,26 @@ struct Sorted {
     }
 };
 
-// How many keys that lie before some place are above T, and equal to it.
+// Numbers of keys before some place that are above T, and equal to T.
 struct Before {
     i32 above, equal;
 };
 
-// What a pass finds: the digit of T, how many keys with the bits so far are selected, and how many there are.
+// Result of a pass: the digit of T, and of the keys that agree with T so far, the number selected and the total.
 struct Found {
     i32 digit;
     i32 rank, count;
 };
 
-// Which of 32 neighbouring keys are above T, and not below it.
+// Bit masks of 32 neighbouring keys: above T, and not below T.
 struct alignas(8) Word {
     u32 above, reaching;
 
     MLA_DEVICE u32 equal() const { return reaching & ~above; }
 };
 
-// Where a bin lies: digits that agree in their lower bits are in different banks. The place of digit kBins is for keys
-// that do not count.
+// Place of a digit's bin; digits that agree in their lower bits lie in different banks. Digit kBins collects keys that
+// do not count.
 MLA_DEVICE constexpr u32 place(u32 digit) { return digit + (digit >> 5); }
 constexpr i32 kPlaces = place(kBins) + 1;
 
@@ -148,7 +148,7 @@ MLA_FACT(smem_bytes, sizeof(Storage));
 struct Row {
     const TopkParams& p;
     i32 t, begin, end;
-    i32 first, last;  // of this block's share
+    i32 first, last;  // bounds of this block's share
 
     MLA_DEVICE i32 length() const { return end - begin; }
     MLA_DEVICE bool keeps(i32 s) const { return s - begin < p.keep_first || end - s <= p.keep_last; }
@@ -160,7 +160,7 @@ struct Row {
     }
 };
 
-// Values from the device are hostile: clamped.
+// Bounds from device memory may be invalid, so they are clamped.
 MLA_DEVICE Row resolve_row(const TopkParams& p, i32 t, i32 rank) {
     const i32 begin = p.ks == nullptr ? 0 : max(0, min(p.ks[t * p.ks_stride_elems], p.s_kv));
     i64 ke = p.s_kv;
@@ -178,11 +178,11 @@ MLA_DEVICE u32 key_of(const Row& row, i32 s, float x) { return row.keeps(s) ? kK
 
 MLA_DEVICE bool fits(const Row& row) { return row.last - row.first <= kCapacity; }
 
-// kItems keys of each thread, kThreads apart.
+// kItems keys of a thread, kThreads apart.
 struct Keys {
     u32 at[kItems];
 
-    // kNoKey past the end of the share. All loads are under way before the first logit is looked at.
+    // Sets kNoKey past the end of the share. All loads are issued before the first logit is used.
     MLA_DEVICE void load(const Row& row, i32 start) {
         if (row.p.logits_are_bf16) {
             load_bits(row, start, static_cast<const u16*>(row.p.logits));
@@ -197,7 +197,7 @@ struct Keys {
         if (row.p.keep_first > 0 || row.p.keep_last > 0) mark_kept(row, start);
     }
 
-    // In a loop of its own: few calls keep any.
+    // Separate from `load`, because few calls keep keys.
     MLA_DEVICE void mark_kept(const Row& row, i32 start) {
 #pragma unroll
         for (i32 i = 0; i < kItems; ++i) {
@@ -217,7 +217,7 @@ struct Keys {
 
 // ---- The digits of T -------------------------------------------------------------------------------------------
 
-// The sum of the threads before this one. Called by all threads, not again before another barrier.
+// Sum over the threads before this one. Called by all threads; needs a barrier before the next call.
 MLA_DEVICE u32 block_exclusive_sum(Scratch& s, u32 x) {
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
     const u32 inclusive = warp_inclusive_sum(x);
@@ -228,8 +228,7 @@ MLA_DEVICE u32 block_exclusive_sum(Scratch& s, u32 x) {
     return (warp == 0 ? 0 : before) + inclusive - x;
 }
 
-// The digit of the key that is the rank-th largest of those counted; bins are emptied for the next pass. Called by all
-// threads.
+// Finds the digit of the rank-th largest counted key, and empties the bins for the next pass. Called by all threads.
 MLA_DEVICE Found find_digit(Scratch& s, BlockDigits& digits, i32 rank) {
     const i32 top = kBins - 1 - kBinsPerThread * (i32)threadIdx.x;
     i32 counts[kBinsPerThread], sum = 0;
@@ -250,15 +249,15 @@ MLA_DEVICE Found find_digit(Scratch& s, BlockDigits& digits, i32 rank) {
     return digits.found;
 }
 
-// T lies in [lowest, highest]; of the keys there, the first `rank` are selected.
+// T lies in [lowest, highest]; the first `rank` keys in this interval are selected.
 struct Threshold {
     u32 lowest, highest;
     i32 rank;
-    bool takes_all;  // of them
+    bool takes_all;  // all keys in the interval are selected
 };
 
-// Calls visit(key) for this thread's keys of the share, kCapacity at a time; `loaded`: those that fit are in registers.
-// Some that are no keys follow the last one.
+// Calls visit(key) for this thread's keys of the share, kCapacity of the block at a time. `loaded`: a share that fits
+// is in registers already. Also visits some kNoKey after the last key.
 template <class Visit>
 MLA_DEVICE void for_keys(const Row& row, Keys& keys, bool loaded, Visit visit) {
     for (i32 start = row.first; start < row.last; start += kCapacity) {
@@ -272,7 +271,7 @@ MLA_DEVICE void for_keys(const Row& row, Keys& keys, bool loaded, Visit visit) {
     }
 }
 
-// Counts all keys: for a whole row, a branch costs more than the place of those that do not have the bits so far.
+// Counts every key: for a whole row, a branch costs more than a bin for the keys that differ from T already.
 MLA_DEVICE Threshold find_threshold(Storage& storage, BlockDigits& digits, const Row& row, Keys& keys, i32, Before&) {
     for (i32 n = threadIdx.x; n < kPlaces; n += kThreads) digits.histogram[n] = 0;
     __syncthreads();
@@ -282,7 +281,7 @@ MLA_DEVICE Threshold find_threshold(Storage& storage, BlockDigits& digits, const
     for (i32 pass = 0; pass < kPasses && found.rank != found.count; ++pass) {
         shift -= kDigitBits;
         u32 base = lowest;
-        if (shift < 0) {  // one bit less: the lower half of the bins holds keys below T
+        if (shift < 0) {  // the last digit has one bit less: the lower half of the bins holds keys below T
             shift = 0;
             base -= kBins / 2;
         }
@@ -296,7 +295,7 @@ MLA_DEVICE Threshold find_threshold(Storage& storage, BlockDigits& digits, const
     return Threshold{lowest, lowest + ((1u << shift) - 1), found.rank, found.rank == found.count};
 }
 
-// `before` is what earlier blocks hold.
+// Sets `before` to the counts of earlier blocks.
 MLA_DEVICE Threshold find_threshold(Storage& storage, ClusterStorage& counts, const Row& row, Keys& keys, i32 own_rank,
                                     Before& before) {
     InCluster digits(counts, storage.barriers, own_rank);
@@ -308,7 +307,7 @@ MLA_DEVICE Threshold find_threshold(Storage& storage, ClusterStorage& counts, co
 
 // ---- Emission --------------------------------------------------------------------------------------------------
 
-// The first `count` of the bits that are set.
+// The lowest `count` set bits.
 MLA_DEVICE u32 first_bits(u32 bits, i32 count) {
     u32 first = 0;
     for (; bits != 0 && count > 0; --count) {
@@ -318,14 +317,14 @@ MLA_DEVICE u32 first_bits(u32 bits, i32 count) {
     return first;
 }
 
-// Writes the selected ones of 32 neighbouring keys, of which the first has index s.
+// Writes the indices of the selected keys among 32 neighbours; the first neighbour has index s.
 MLA_DEVICE void emit_word(i32* indices, const Threshold& threshold, const Word& word, i32 s, Before before) {
     u32 selected = word.above | first_bits(word.equal(), threshold.rank - before.equal);
     i32* to = indices + before.above + min(before.equal, threshold.rank);
     for (; selected != 0; selected &= selected - 1) *to++ = s + __ffs(selected) - 1;
 }
 
-// A warp's votes on an item are a word. Where all of the keys that reach T are selected, they count as above it.
+// A warp's votes on an item form a word. With kTakesAll, all keys that reach T are selected and count as above T.
 template <bool kTakesAll>
 MLA_DEVICE void vote(Scratch& s, const Keys& keys, const Threshold& threshold, i32 left) {
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
@@ -338,8 +337,8 @@ MLA_DEVICE void vote(Scratch& s, const Keys& keys, const Threshold& threshold, i
     }
 }
 
-// Writes the selected indices of this block's share. `before` is what earlier blocks hold. Each thread owns one of the
-// words of votes, which lie in the order of the keys.
+// Writes the selected indices of this block's share; `before` has the counts of earlier blocks. Words of votes lie in
+// the order of the keys, and each thread owns one.
 MLA_DEVICE void emit(Scratch& s, const Row& row, Keys& keys, const Threshold& threshold, Before before) {
     const i32 thread = threadIdx.x;
     for (i32 start = row.first;; start += kCapacity) {
@@ -365,9 +364,9 @@ MLA_DEVICE void emit(Scratch& s, const Row& row, Keys& keys, const Threshold& th
     }
 }
 
-// ---- What the caller wants -------------------------------------------------------------------------------------
+// ---- Result formats --------------------------------------------------------------------------------------------
 
-// Where the results of a row go.
+// Destination and format of a row's results.
 struct Target {
     const Row& row;
     i32* indices;
@@ -388,7 +387,7 @@ struct Target {
     }
 };
 
-// Puts the larger one first, or last.
+// Orders two entries: the larger one first, or last.
 MLA_DEVICE void order(u64& a, u64& b, bool larger_first) {
     if ((a < b) != larger_first) return;
     const u64 first = b;
@@ -396,7 +395,7 @@ MLA_DEVICE void order(u64& a, u64& b, bool larger_first) {
     a = first;
 }
 
-// The steps of a run within kWarpEntries neighbours: of a lane, the one at `n` and the one 32 further on.
+// Runs the steps of a merge within kWarpEntries neighbours; a lane owns the entries at `n` and `n` + 32.
 MLA_DEVICE void merge_in_warp(u64 (&x)[2], i32 n, i32 run) {
     if (run >= kWarpEntries) order(x[0], x[1], (n & run) == 0);
 #pragma unroll
@@ -412,7 +411,7 @@ MLA_DEVICE void merge_in_warp(u64 (&x)[2], i32 n, i32 run) {
     }
 }
 
-// The runs [first_run, last_run] of all entries, kWarpEntries at a time.
+// Merges runs of first_run to last_run entries, kWarpEntries at a time.
 MLA_DEVICE void merge_runs(Sorted& sorted, i32 padded, i32 first_run, i32 last_run) {
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
     for (i32 n = warp * kWarpEntries + lane; n < padded; n += kWarps * kWarpEntries) {
@@ -424,8 +423,8 @@ MLA_DEVICE void merge_runs(Sorted& sorted, i32 padded, i32 first_run, i32 last_r
     __syncthreads();
 }
 
-// Bitonic sort of `padded` entries, a power of 2 and at least kWarpEntries: the largest first. Only steps between
-// entries of two warps need a barrier.
+// Bitonic sort of `padded` entries, a power of 2 and at least kWarpEntries, the largest first. Only steps across warps
+// need a barrier.
 MLA_DEVICE void sort_entries(Sorted& sorted, i32 padded) {
     merge_runs(sorted, padded, 2, kWarpEntries);
     for (i32 run = 2 * kWarpEntries; run <= padded; run *= 2) {
@@ -443,7 +442,7 @@ MLA_DEVICE void sort_entries(Sorted& sorted, i32 padded) {
     }
 }
 
-// Puts the ascending indices of the logits into the order of the keys; of equal keys, the lower index first.
+// Sorts the ascending indices by their keys; equal keys keep the lower index first.
 MLA_DEVICE void put_by_value(Sorted& sorted, const Target& to, i32 count) {
     i32 padded = kWarpEntries;
     while (padded < count) padded *= 2;
@@ -461,8 +460,8 @@ MLA_DEVICE void put_by_value(Sorted& sorted, const Target& to, i32 count) {
     for (i32 n = threadIdx.x; n < count; n += kThreads) to.put(n, (i32)sorted.keys[n]);
 }
 
-// Fills up what is behind the selected ones; what is not in place gets the form that the caller wants. The blocks of a
-// row share this work in steps of their threads.
+// Pads the outputs after the selected indices, and converts indices to the caller's format unless they have it already.
+// The threads of all blocks of a row share this work.
 MLA_DEVICE void finish(const Target& to, i32 rank, i32 count) {
     const TopkParams& p = to.row.p;
     const bool in_place = p.by_value || (!p.relative && to.table == nullptr && to.values == nullptr);
@@ -484,7 +483,7 @@ MLA_DEVICE void init_digits(Storage& storage, ClusterStorage& counts, i32 rank) 
     cluster_sync();
 }
 
-// All threads of all blocks that share a row.
+// Barrier of all threads of all blocks that share a row.
 MLA_DEVICE void sync_row() {
     if (kClusterBlocks == 1) {
         __syncthreads();
@@ -495,7 +494,7 @@ MLA_DEVICE void sync_row() {
 
 // Writes the indices of the selected logits in ascending order.
 MLA_DEVICE void select(Storage& storage, const Row& row, i32 rank) {
-    if (row.length() <= row.p.k) {  // all of them: no logit is read
+    if (row.length() <= row.p.k) {  // all keys are selected: no logit is read
         for (i32 n = rank * kThreads + (i32)threadIdx.x; n < row.length(); n += kClusterBlocks * kThreads) {
             row.indices()[n] = row.begin + n;
         }
@@ -518,7 +517,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMaxThreads / kThreads)
     const Row row = resolve_row(p, t, rank);
     const i32 count = min(p.k, row.length());
     select(storage, row, rank);
-    sync_row();  // all is written, and no block reads another's memory any more
+    sync_row();  // all indices are written, and no block reads another block's memory any more
     const Target to{row, row.indices(), p.values == nullptr ? nullptr : p.values + t * p.values_stride_q_elems,
                     p.block_table == nullptr ? nullptr : p.block_table + t / p.rows_per_table * p.table_stride_b_elems};
     if (rank == 0 && threadIdx.x == 0) p.counts[t * p.counts_stride_elems] = count;

@@ -1,7 +1,7 @@
 """Context-parallel prefill and training inside `jax.shard_map`, over the devices of an axis of the mesh.
 
 Each device holds two pieces of every sequence, see `mla_cupy.parallel.Zigzag`. Devices gather latents, 1,152 bytes per
-token, and expand keys and values themselves. The functions are those of `mla_cupy.torch.parallel`, with the name of the
+token, and expand keys and values themselves. The functions mirror `mla_cupy.torch.parallel`, with the name of the
 axis in place of a process group.
 """
 
@@ -25,7 +25,7 @@ from mla_cupy.shapes import MAX_TOKENS
 __all__ = ["SparsePrefill", "gather", "prefill", "sparse_prefill", "warmup_objective"]
 
 _LOGITS_BYTES = 64 << 20
-"""Bytes of the logits from which keys are selected at a time."""
+"""Most bytes of logits in memory while keys are selected."""
 
 
 class SparsePrefill(NamedTuple):
@@ -36,7 +36,7 @@ class SparsePrefill(NamedTuple):
     out : array, (s, h, 512)
         Attention of this device's queries.
     lse : array, (s, h), float32
-        Its log-sum-exps.
+        Log-sum-exps of the attention.
     indices : array, (s, topk), int32
         The rows of `latents` that each query selects, -1 where there are no more.
     latents : array, (tokens, 576)
@@ -44,7 +44,7 @@ class SparsePrefill(NamedTuple):
     index_k : array, (tokens, d_i)
         Index keys of all devices, in the same order.
     k_scale : array, (tokens,), float32, or None
-        Their scales, of codes.
+        Scales of the index keys, if these are codes.
     """
 
     out: jax.Array
@@ -79,8 +79,8 @@ def prefill(
         Normalised latents of the same tokens.
     expand : callable
         `expand(latents, *parameters)` returns the keys, (n, h_kv, d_k), and the values, (n, h_kv, d_v), of any n
-        latents, row by row. It runs again in the backward, and may not use other arrays that are traced. JAX compiles
-        anew for another function, so define it once.
+        latents, row by row. It runs again in the backward, and must not use other traced arrays. JAX compiles anew
+        for each function, so define it once.
     zigzag : Zigzag
         Lengths of the whole sequences, multiples of 2 * world.
     axis : str
@@ -90,11 +90,11 @@ def prefill(
     k_rope : array, (s, 64), dtype of q, optional
         Last columns of the keys, turned likewise; the same for all heads.
     parameters : sequence of array
-        What `expand` reads.
+        Arrays that `expand` reads.
     scale : float, optional
         Factor of the scores, as for `mla_prefill`.
     chunk_tokens : int
-        Tokens whose keys and values exist at a time, about.
+        Approximate number of tokens with keys and values in memory at a time.
     deterministic : bool
         Give all gradients the same bits in every run, as for `mla_prefill_backward`.
 
@@ -111,8 +111,8 @@ def prefill(
 
     Notes
     -----
-    XLA overlaps the gather of a chunk with attention to the chunk before it where its scheduler sees to that, as on
-    GPUs by default. Every device adds the gradients of its latents in float32, in the order of the devices. `shard_map`
+    XLA's scheduler can overlap the gather of a chunk with attention to the chunk before it, and does so on GPUs by
+    default. Every device adds the gradients of its latents in float32, in the order of the devices. `shard_map`
     adds up the gradients of parameters that are the same on all devices.
     """
     check(zigzag, axis, {"q": q, "latents": latents, "q_rope": q_rope, "k_rope": k_rope})
@@ -179,9 +179,9 @@ def sparse_prefill(
     index_q : array, (s, h_i, d_i), bfloat16, float8_e4m3fn or uint8
         Queries of the indexer; uint8 holds e4m3 codes.
     index_k : array, (s, d_i), dtype of index_q
-        Its keys.
+        Keys of the indexer.
     weights : array, (s, h_i), float32
-        Weights of its heads, without the factor (h_i * d_i)**-0.5; for codes, with all factors.
+        Weights of the indexer's heads, without the factor (h_i * d_i)**-0.5; for codes, with all factors.
     zigzag : Zigzag
         Lengths of the whole sequences, multiples of 2 * world.
     axis : str
@@ -242,9 +242,9 @@ def warmup_objective(
     Parameters
     ----------
     q, q_rope, index_q, weights, lse, row_weights : array
-        Of this device's tokens, as for `indexer_warmup_objective`.
+        Arguments for this device's tokens, as for `indexer_warmup_objective`.
     k, k_rope, index_k : array
-        Of all tokens, such as `gather` returns them.
+        Keys of all tokens, as `gather` returns them.
     zigzag : Zigzag
         Lengths of the whole sequences, multiples of 2 * world.
     axis : str
@@ -278,7 +278,7 @@ def warmup_objective(
 def _selected(
     scored: tuple[jax.Array, ...], limits: tuple[jax.Array, jax.Array], k_scale: jax.Array | None, topk: int
 ) -> jax.Array:
-    """Rows of the keys of largest scores, through logits of bounded size."""
+    """Select the keys with the largest scores, through logits of bounded size."""
     q, k, weights = scored
     step = max(1, _LOGITS_BYTES // (4 * max(1, len(k))))
     found = []

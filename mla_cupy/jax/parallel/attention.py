@@ -17,7 +17,7 @@ Expand = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 class Static(NamedTuple):
-    """Arguments that are no arrays; they can be hashed."""
+    """Static, hashable arguments."""
 
     zigzag: Zigzag
     axis: str
@@ -37,7 +37,7 @@ class Static(NamedTuple):
         return {"k": k, "v": v, "k_rope": self.rope(rows), "scale": self.scale}
 
     def own(self) -> list[Segments]:
-        """Each piece with itself, for all ranks."""
+        """Calls of each piece with itself, for all ranks."""
         zigzag = self.zigzag
         return [schedule(zigzag, rank, self.chunk_tokens).own for rank in range(zigzag.world)]
 
@@ -95,7 +95,7 @@ def _pull(
     sums: Gradients,
     causal: bool,
 ) -> tuple[Gradients, jax.Array]:
-    """The sums with what the calls add for queries and parameters, and the gradients of the rows, float32."""
+    """Add the calls' gradients of queries and parameters to the sums; return them and the rows' gradients, float32."""
     dq, dq_rope, of_parameters = sums
     (k, v), pull = jax.vjp(static.expand, rows[:, : static.width], *parameters)
     keys = {"k": k, "v": v, "k_rope": static.rope(rows), "scale": static.scale, "deterministic": static.deterministic}

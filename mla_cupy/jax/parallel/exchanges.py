@@ -20,7 +20,7 @@ Gradients = tuple[Any, ...]
 
 
 def check(zigzag: Zigzag, axis: str, arrays: dict[str, Any]) -> None:
-    """Check that arrays have the rows of a device, which are as many on all."""
+    """Check that arrays have a device's number of rows, the same on all devices."""
     if not zigzag.is_even:
         remedy = "pad the sequences, as shards of an array have one size"
         raise ArgumentError(explain("zigzag.lengths", zigzag.lengths, f"multiples of {2 * zigzag.world}", remedy))
@@ -33,7 +33,7 @@ def check(zigzag: Zigzag, axis: str, arrays: dict[str, Any]) -> None:
 
 
 def of_device(tables: Sequence[Any], axis: str) -> jax.Array:
-    """Look up this device's array among those of all ranks."""
+    """Look up this device's array among the arrays of all ranks."""
     return jnp.asarray(np.stack(tables))[jax.lax.axis_index(axis)]
 
 
@@ -63,7 +63,7 @@ def gathered(x: jax.Array, chunk: Chunk, axis: str) -> jax.Array:
 
 
 def scattered(gradient: jax.Array, chunk: Chunk, axis: str, world: int) -> jax.Array:
-    """Sums of the gradients of gathered rows for the devices that own these, float32, in the order of the devices."""
+    """Send the gradients of gathered rows to the rows' devices, which add them up in float32, in the devices' order."""
     sent = jnp.zeros((world * chunk.most, *gradient.shape[1:]), gradient.dtype).at[chunk.order].set(gradient)
     received = jax.lax.all_to_all(sent.reshape(world, chunk.most, *gradient.shape[1:]), axis, 0, 0)
     return received.sum(0, dtype=jnp.float32)

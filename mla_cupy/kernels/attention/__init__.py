@@ -1,4 +1,4 @@
-"""Parts of decode, the sparse forward and sparse decode: the schedule, the combine, lists of rows, a plain kernel."""
+"""Parts of decode, the sparse forward and sparse decode: schedule, combine, lists of rows, a CUDA-core kernel."""
 # Written by `python -m tools.generate`, but for the line above.
 
 from typing import Any

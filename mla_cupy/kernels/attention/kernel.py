@@ -41,7 +41,7 @@ class SplitGrid:
 
 
 def narrowest(builds: Sequence[int], rows: int) -> int:
-    """The rows of the narrowest block that holds `rows`, or of the widest one, several of which do."""
+    """Rows of the narrowest block that holds `rows`, or of the widest block if none does."""
     return next((block for block in builds if rows <= block), builds[-1])
 
 

@@ -1,4 +1,4 @@
-"""The kernels of dense attention: the schedule, the plain kernel, the one with mma.sync, and the one for Hopper."""
+"""Kernels of dense attention: the schedule and the kernels for CUDA cores, mma.sync and Hopper."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ class Cuts(NamedTuple):
 def even_cuts(problem: SparseDecodeProblem, block_rows: int, most: int) -> Cuts:
     """Cut into at most `most` splits: whole queries, equal pieces of each, or cuts anywhere, whichever is fastest.
 
-    The costs are those of `attention/split_schedule.cuh`, in tiles; but memory serves all blocks: a tile of records is
-    small, and takes long.
+    Costs are in tiles, as in `attention/split_schedule.cuh`. But all blocks share the memory: a tile of records
+    is small and slow.
     """
     queries, tiles = max(1, problem.queries), max(1, problem.tiles)
     total, merge = queries * tiles, merge_cost(min(problem.h_q, block_rows))

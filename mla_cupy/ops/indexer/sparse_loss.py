@@ -63,8 +63,8 @@ def indexer_sparse_loss(
     Parameters
     ----------
     q : array, (s_q, h, d), bfloat16
-        Absorbed queries of the main attention; d is at most 576. All last axes except those of `weights`, `indices` and
-        the scales are contiguous.
+        Absorbed queries of the main attention; d is at most 576. All last axes are contiguous, except in `weights`,
+        `indices` and the scales.
     k : array, (s_kv, d), bfloat16
         Keys of the main attention, shared by all heads.
     index_q : array, (s_q, h_i, d_i), bfloat16, float8_e4m3fn or uint8

@@ -31,7 +31,7 @@ class SparsePrefill(NamedTuple):
     out : tensor, (s, h, 512)
         Attention of this rank's queries.
     lse : tensor, (s, h), float32
-        Its log-sum-exps.
+        Log-sum-exps of the attention.
     indices : tensor, (s, topk), int32
         The rows of `latents` that each query selects, -1 where there are no more.
     latents : tensor, (tokens, 576)
@@ -39,7 +39,7 @@ class SparsePrefill(NamedTuple):
     index_k : tensor, (tokens, d_i)
         Index keys of all ranks, in the same order.
     k_scale : tensor, (tokens,), float32, or None
-        Their scales, of codes.
+        Scales of the index keys, if these are codes.
     """
 
     out: torch.Tensor
@@ -85,13 +85,13 @@ def prefill(
     k_rope : tensor, (s, 64), dtype of q, optional
         Last columns of the keys, turned likewise; the same for all heads.
     parameters : sequence of tensor
-        What `expand` reads and gradients are wanted for.
+        Tensors that `expand` reads and that need gradients.
     group : ProcessGroup, optional
         Default: the default group.
     scale : float, optional
         Factor of the scores, as for `mla_prefill`.
     chunk_tokens : int
-        Tokens whose keys and values exist at a time, about; the same on every rank.
+        Approximate number of tokens with keys and values in memory at a time; the same on every rank.
     deterministic : bool, optional
         Give all gradients the same bits in every run, as for `mla_prefill_backward`. Default: what
         `torch.are_deterministic_algorithms_enabled()` says.
@@ -111,11 +111,11 @@ def prefill(
 
     Notes
     -----
-    Every rank makes the same calls in the same order, also one without tokens.
+    Every rank, even one without tokens, must make the same calls in the same order.
 
     The result is the same in every run. Each rank adds the gradients of its latents in float32, in the order of the
-    ranks, after an all-to-all, which moves as many bytes as a reduce-scatter. The gradients of `parameters` are those
-    of this rank's queries: add them up over the group, as for data parallelism.
+    ranks, after an all-to-all, which moves as many bytes as a reduce-scatter. The gradients of `parameters` cover
+    this rank's queries alone: add them up over the group, as for data parallelism.
 
     For each token, a rank sends and receives `2 * (d_c + 64)` bytes in the forward, and twice as many in the backward,
     which gathers the latents again. Merged results are float32 until the end. Derivatives of the gradients, forward
@@ -181,13 +181,13 @@ def select(
     Parameters
     ----------
     index_q, weights : tensor
-        Of this rank's tokens, as for `sparse_prefill`.
+        Arguments for this rank's tokens, as for `sparse_prefill`.
     index_k : tensor, (tokens, d_i)
-        Of all tokens, as `gather` returns them.
+        Index keys of all tokens, as `gather` returns them.
     zigzag : Zigzag
         Lengths of the whole sequences; the same on every rank.
     k_scale : tensor, (tokens,), float32, optional
-        Of all tokens, as for `indexer_select`.
+        Scales of all tokens' index keys, as for `indexer_select`.
     topk : int
         Keys that a query selects.
     group : ProcessGroup, optional
@@ -238,9 +238,9 @@ def sparse_prefill(
     index_q : tensor, (s, h_i, d_i), bfloat16, float8_e4m3fn or uint8
         Queries of the indexer; uint8 holds e4m3 codes.
     index_k : tensor, (s, d_i), dtype of index_q
-        Its keys.
+        Keys of the indexer.
     weights : tensor, (s, h_i), float32
-        Weights of its heads, without the factor (h_i * d_i)**-0.5; for codes, with all factors.
+        Weights of the indexer's heads, without the factor (h_i * d_i)**-0.5; for codes, with all factors.
     zigzag : Zigzag
         Lengths of the whole sequences; the same on every rank.
     scale : float
@@ -300,9 +300,9 @@ def warmup_objective(
     Parameters
     ----------
     q, q_rope, index_q, weights, lse, row_weights : tensor
-        Of this rank's tokens, as for `indexer_warmup_objective`.
+        Arguments for this rank's tokens, as for `indexer_warmup_objective`.
     k, k_rope, index_k : tensor
-        Of all tokens, such as `gather` returns them.
+        Keys of all tokens, as `gather` returns them.
     zigzag : Zigzag
         Lengths of the whole sequences; the same on every rank.
     scale : float

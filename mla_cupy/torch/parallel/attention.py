@@ -29,7 +29,7 @@ class Attention(NamedTuple):
     expand : callable
         Latents and parameters to keys and values.
     width : int
-        Columns of the latents; a row's others are the RoPE columns of its key.
+        Columns of the latents; the other columns of a row are the RoPE columns of its key.
     scale : float, optional
     deterministic : bool
     """
@@ -69,7 +69,7 @@ class Attention(NamedTuple):
         return out, lse
 
     def _keys(self, rows: torch.Tensor, parameters: Tensors) -> dict[str, Any]:
-        """Keys and values. What has gradients must be among the parameters, else its gradient would be missing."""
+        """Expand keys and values. Every tensor that needs a gradient must be a parameter, else its gradient is lost."""
         with torch.enable_grad():
             k, v = self.expand(*(x.detach() for x in (rows[:, : self.width], *parameters)))
         if k.requires_grad or v.requires_grad:
@@ -105,7 +105,7 @@ class Backward:
         self.dparameters = [_zeros(x) if x.requires_grad else None for x in parameters]
 
     def run(self) -> tuple[Maybe, ...]:
-        """Return all gradients, in the dtypes of what they belong to."""
+        """Return all gradients, each in the dtype of its tensor."""
         links, chunks = self.attention.links, self.attention.chunks
         pending, sending = links.gather(self.rows, chunks[0]), None
         if len(self.rows):
@@ -127,7 +127,7 @@ class Backward:
         self.drows[chunk.sent] += self.attention.links.summed(sending, chunk)
 
     def _pull(self, calls: Sequence[Segments], rows: torch.Tensor, causal: bool) -> torch.Tensor:
-        """Gradients of the rows that the calls read, in float32; adds those of queries and parameters."""
+        """Gradients of the rows that the calls read, in float32; adds up the gradients of queries and parameters."""
         gradient, width = _zeros(rows), self.attention.width
         if not calls:
             return gradient
@@ -147,7 +147,7 @@ class Backward:
         return gradient
 
     def _call(self, call: Segments, keys: dict[str, Any], causal: bool) -> tuple[Maybe, ...]:
-        """Gradients of keys, values and RoPE columns; adds those of the queries."""
+        """Gradients of keys, values and RoPE columns; adds up the gradients of the queries."""
         q, q_rope, *results = call.of(self.q, self.q_rope, *self.results.values())
         of: dict[str, Any] = {"packed": call.packed, "causal": causal, "scale": self.attention.scale}
         of |= {"q_rope": q_rope, "deterministic": self.attention.deterministic}
@@ -164,7 +164,7 @@ def _zeros(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(parts: tuple[Maybe, ...]) -> Maybe:
-    """The sum, in the memory of the first part."""
+    """Add in place, in the memory of the first part."""
     first, *others = parts
     for x in others:
         if first is not None and x is not None:
@@ -173,7 +173,7 @@ def _sum(parts: tuple[Maybe, ...]) -> Maybe:
 
 
 class Prefill(torch.autograd.Function):  # type: ignore[misc]
-    """Attention as one step of autograd, which keeps latents, and neither keys nor values."""
+    """Attention as one autograd function, which saves latents instead of keys and values."""
 
     @staticmethod
     def forward(

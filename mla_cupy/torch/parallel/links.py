@@ -15,11 +15,11 @@ from mla_cupy.ops.groups import Packed
 from mla_cupy.parallel.zigzag import Zigzag
 
 _HOST_ONLY = "gloo"
-"""The backend through which tensors on a GPU are copied to the host and back."""
+"""Backend that needs tensors on the host: GPU tensors are copied there and back."""
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _MOST_TABLES = 8
-"""Schedules that are kept on devices: 8 bytes a token each."""
+"""Number of schedules cached on devices, 8 bytes per token each."""
 _captured: dict[int, Any] = {}
 Tables = TypeVar("Tables")
 
@@ -63,7 +63,7 @@ def bounds(zigzag: Zigzag, rank: int, device: torch.device) -> tuple[torch.Tenso
 
 
 def _kept(tables: Tables) -> Tables:
-    """Keep what a CUDA graph is going to read: the caches forget."""
+    """Keep arrays that a CUDA graph is going to read, because the caches evict."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         _captured[id(tables)] = tables
     return tables
@@ -103,7 +103,7 @@ def _tensor(x: Any, device: torch.device) -> torch.Tensor:
 
 
 class Pending(NamedTuple):
-    """An exchange under way. It holds what is sent until it is over."""
+    """An exchange in flight. It keeps the sent tensors alive until it is over."""
 
     received: torch.Tensor
     sent: torch.Tensor
@@ -111,14 +111,14 @@ class Pending(NamedTuple):
     device: torch.device
 
     def wait(self) -> torch.Tensor:
-        """Let the current stream, or of gloo the host, wait; returns what has been received."""
+        """Make the current stream wait, or the host with gloo; returns the received tensor."""
         if self.work is not None:
             _guarded(self.work.wait)
         return self.received.to(self.device)
 
 
 class Links(NamedTuple):
-    """A process group, and this process's place in it."""
+    """A process group, and this process's rank in it."""
 
     group: Any
     world: int
@@ -151,7 +151,7 @@ class Links(NamedTuple):
         return self.begin(dist.all_to_all_single, sent, len(sent))
 
     def summed(self, pending: Pending, chunk: Chunk) -> torch.Tensor:
-        """Sums of what all ranks have sent, for `chunk.sent`; float32, in the order of the ranks."""
+        """Sum the gradients from all ranks for the rows `chunk.sent`; float32, in the order of the ranks."""
         received = pending.wait().unflatten(0, (self.world, chunk.most))
         return received[:, : len(chunk.sent)].sum(0, dtype=torch.float32)
 
@@ -168,7 +168,7 @@ class Links(NamedTuple):
 
 
 def _guarded(step: Callable[[], Any]) -> Any:
-    """Run a step of an exchange, whose failure means that another rank is gone."""
+    """Run a step of an exchange; its failure means that another rank is gone."""
     try:
         return step()
     except RuntimeError as error:
@@ -178,12 +178,12 @@ def _guarded(step: Callable[[], Any]) -> Any:
 
 
 class Gather(torch.autograd.Function):  # type: ignore[misc]
-    """All ranks' rows; backward, the sums of their gradients."""
+    """Gather all ranks' rows; the backward returns the sums of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, links: Links, chunk: Chunk, x: torch.Tensor) -> torch.Tensor:
         ctx.links, ctx.chunk, ctx.dtype = links, chunk, x.dtype
-        carried = x.view(torch.uint8) if x.element_size() == 1 else x  # backends do not know e4m3
+        carried = x.view(torch.uint8) if x.element_size() == 1 else x  # backends do not support e4m3
         return links.gather(carried, chunk).wait()[chunk.order].view(x.dtype)
 
     @staticmethod

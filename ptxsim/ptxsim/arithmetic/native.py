@@ -90,9 +90,9 @@ def _universal(loops: dict[str, str], name: str, signature: str = "", data: int 
     Parameters
     ----------
     loops : dict
-        Types of the operands, such as "f4 f4 f4", the last that of the result, and the loop of the library for them.
+        Types of the operands, such as "f4 f4 f4" with the result last, and the loop of the library for them.
     signature : str, optional
-        That of a function of whole vectors.
+        Core dimensions of a function of whole vectors.
     data : int, optional
         Address that the loop is given.
     """
@@ -114,7 +114,7 @@ def _universal(loops: dict[str, str], name: str, signature: str = "", data: int 
 
 
 def _of_widths(name: str) -> dict[str, str]:
-    """Return the loops of a function of two integers of one type, of which a shift's second is u32."""
+    """Return the loops of a function of two integers of one type; a shift's second operand is u32."""
     kinds = [(letter, size) for size in (2, 4, 8) for letter in "ui"]
     second = "u4" if name in ("left", "right") else ""
     return {f"{k}{n} {second or f'{k}{n}'} {k}{n}": f"{name}_{'s' if k == 'i' else 'u'}{8 * n}" for k, n in kinds}
@@ -153,7 +153,7 @@ class MmaForm(ctypes.Structure):
 
 
 def mma(form: MmaForm, tables: Sequence[np.ndarray], inputs: int, outputs: int) -> Callable:
-    """Return the universal function of an mma.sync: words of 32 lanes of all registers to those of D.
+    """Return the universal function of an mma.sync: words of 32 lanes of all operand registers to the words of D.
 
     Parameters
     ----------

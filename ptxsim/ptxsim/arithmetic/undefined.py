@@ -159,7 +159,7 @@ def logic(table: int, same: tuple[int, ...]) -> Callable[..., Poison]:
     Parameters
     ----------
     table : int
-        Bit i is the result where the arguments' bits are those of i.
+        Bit i is the result for arguments that form the bits of i.
     same : tuple of int
         For each argument the first one that is the same register: ``x ^ x`` is zero whatever x is.
     """

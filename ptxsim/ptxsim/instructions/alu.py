@@ -366,7 +366,7 @@ def _piece(index: int, count: int, bits: int) -> Callable[..., Poison]:
 
 
 def choose(cg: Codegen, dst: Any, type_name: str, test: str, a: Any, b: Any) -> None:
-    """Emit a selection by an expression just read: a lane's poison is that of the test and of the value it takes."""
+    """Emit a selection by an expression just read: a lane is poisoned by the test and by the value it takes."""
     tested = cg.sources
     name, values, masks = cg.named(test, "m"), [], []
     for operand in (a, b):

@@ -34,7 +34,7 @@ BUFFER_SHIFT = 36
 """Mapped arrays are 2**36 bytes apart, views of one array aside, so that an address names its array."""
 
 _ALIGNED = 16
-"""Buffers begin at multiples of so many bytes, those that the widest access reads: their typed views depend on it."""
+"""Alignment of buffers in bytes, the width of the widest access: their typed views depend on it."""
 
 _ALLOCATED = 256
 """Alignment of what is mapped first of each array, in bytes, as of an allocation on a device."""
@@ -143,7 +143,7 @@ class Memory:
         self._grown: set[int] = set()
 
     def grow(self, size: int) -> int:
-        """Return the address of new memory, as a kernel's ``malloc`` does: of as many bytes, zeros."""
+        """Return the address of ``size`` new bytes, zeros, as a kernel's ``malloc`` does."""
         address = self._allocated(size)
         self._grown.add(address)
         return address

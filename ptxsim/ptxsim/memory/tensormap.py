@@ -50,7 +50,7 @@ class TensorMap(bytes):
 class Decoded:
     """A tensor map's fields; dimension 0 is the innermost, counted in units of ``unit`` elements.
 
-    ``steps`` are the element strides; the hardware ignores that of dimension 0, so it is one here.
+    ``steps`` are the element strides; the hardware ignores the stride of dimension 0, so it is one here.
     ``lower`` and ``upper`` are the corners of an im2col map's box along dimensions 1, 2, ... (empty for a tiled map),
     whose ``box`` holds the channels per pixel and the pixels per column.
     """
@@ -151,7 +151,7 @@ def encode_tiled(
     box : sequence of int
         Extents of a tile.
     element_strides : sequence of int, optional
-        Traversal strides, all one by default; that of dimension 0 is ignored, as by the hardware.
+        Traversal strides, all one by default; the stride of dimension 0 is ignored, as by the hardware.
     swizzle, interleave, l2_promotion, oob_fill : optional
         As the driver's enumerations; ``swizzle`` may be a name of :data:`SWIZZLES`.
 

@@ -219,7 +219,7 @@ class Function:
 
 
 _GOES_ON = re.compile(r"[\w$]")
-"""Begins what is left of a longer name, such as that of a parameter."""
+"""First character of the rest of a longer name, such as a parameter's."""
 
 FIRST_FUNCTION, FUNCTION_STEP = 1 << 32, 16
 """Address of a module's first function, and how far the next one is."""

@@ -3,7 +3,7 @@
 An *agent* is anything that orders its own accesses: a warp, the matrix operations of a warpgroup, an mbarrier (for the
 bytes that bulk copies write), a thread's bulk groups, a warp's tensor-core pipe. ``V[a, b]`` is how far agent ``a`` has
 seen agent ``b``. ``P[a, b]`` is the same through a proxy fence: what generic accesses of ``b`` the asynchronous proxy
-sees in shared memory when ``a`` issues an operation; ``G[a, b]`` is that of global memory; ``T[a, b]`` is what
+sees in shared memory when ``a`` issues an operation; ``G[a, b]`` is the same for global memory; ``T[a, b]`` is what
 tensor-memory operations of ``a`` may rely on. ``loose`` holds a second V, P and G, and ``loose_T`` a second T, in which
 rules of order that are broken (rules.CLOCKED) order, too: those that may be, or, where none may, all, to name the one
 whose breach an error is.

@@ -124,7 +124,7 @@ class Detector(Clocks):
         where : Where
             The instruction and its warp.
         parts : callable, optional
-            For a read by several warps of which ``view`` is what all rely on: pairs of (agent, view, where) and the
+            For a read by several warps that all rely on ``view``: pairs of (agent, view, where) and the
             words that this warp must see. They are looked at only where the common view does not suffice.
         """
         if count_nonzero(shadow.clock[words] > view.clocks[shadow.writer[words]]) or (

@@ -51,8 +51,8 @@ class Shadow:
     agent, up to which count it has seen the strong writes of a word by a strong read or an atomic of its own, and when:
     what it has seen precedes what it does next (ISA, causality order), even if it acquires nothing.
 
-    To look at few words as a rule, some things are known of all: ``row_tops`` is the last clock of each row of
-    reads, ``hidden`` that of each agent's writes in ``updates`` and ``bytes``; ``aside`` tells whether there are any,
+    Summaries of all words keep most checks short: ``row_tops`` is the last clock of each row of reads, ``hidden`` the
+    last clock of each agent's writes in ``updates`` and ``bytes``; ``aside`` tells whether there are any,
     ``partial`` and ``strong`` whether some write ever had a mask, or was strong.
     """
 

@@ -125,7 +125,7 @@ class WarpMma:
         return self.spread(np.any(a, axis=1)[:, None] | np.any(b, axis=0)[None, :], masks[na + nb :])
 
     def spread(self, bad: np.ndarray, masks: list[np.ndarray | None]) -> np.ndarray:
-        """Return poison per lane and D register, from that of the products and of C."""
+        """Return poison per lane and D register, from the poison of the products and of C."""
         c = known(masks)[..., 0]
         c = c.repeat(2, axis=1) if self.out == "f16" else c
         lanes = self._lanes(bad | self.matrix_c(c))

@@ -1,13 +1,13 @@
 """Products of ``mma.sp``: A has half of its columns, and metadata says which.
 
-Values of A lie as those of a dense mma of half the depth. A chunk of a row is 4 columns (of tf32 2, of 4-bit integers
+Values of A lie as in a dense mma of half the depth. A chunk of a row is 4 columns (of tf32 2, of 4-bit integers
 8) and has 4 bits of metadata: two indices of 2 bits, the first in the low bits, of single elements or, of 4-bit
 integers, of pairs; of tf32, 0b0100 is the first element and 0b1110 the second.
 
-The ISA shows which lane has which chunk's bits in figures only. CUTLASS's order of metadata in memory
-(``host_reorder.h``), of which ldmatrix gives each lane a word, says it, too: of 16- and 32-bit elements a lane has 4
-chunks of row g in its low half and of row g + 8 in its high half; of 8- and 4-bit ones it has 8 chunks of row g, and
-the lane after it those of row g + 8.
+The ISA shows only in figures which lane has which chunk's bits. CUTLASS's order of metadata in memory
+(``host_reorder.h``), where ldmatrix loads a word per lane, agrees: for 16- and 32-bit elements a lane has 4 chunks of
+row g in its low half and 4 chunks of row g + 8 in its high half; for 8- and 4-bit elements it has 8 chunks of row g,
+and the next lane has 8 chunks of row g + 8.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHAPES = {
     "f16": (16, 32), "bf16": (16, 32), "tf32": (8, 16), "e4m3": (64,), "e5m2": (64,), "s8": (32, 64), "u8": (32, 64),
     "s4": (64, 128), "u4": (64, 128),
 }  # fmt: skip
-"""Depths of the shapes, all of which have 16 rows."""
+"""Depths of the shapes, which all have 16 rows."""
 _TF32 = (0b0100, 0b1110)
 
 
@@ -95,7 +95,7 @@ def _sparse_mma(depth: int, kind_a: str, kind_b: str, out: str, clamp: bool, ord
 
 
 def emit(cg: Codegen, ins: Instr, mods: Mods, depth: int, types: list[str], clamp: bool, ordered: bool) -> None:
-    """Emit an ``mma.sp`` whose modifiers have been taken; types are those of D, A and B."""
+    """Emit an ``mma.sp`` whose modifiers have been taken; ``types`` are the types of D, A and B."""
     out, kind_a, kind_b = types
     form = _sparse_mma(depth, kind_a, kind_b, out, clamp, ordered)
     d, a, b, c, metadata, selector = mods.args(6)

@@ -204,7 +204,7 @@ _MIXED = ({"e4m3", "e5m2"}, {"s8", "u8"}, {"s4", "u4"})
 def _mma(cg: Codegen, ins: Instr, mods: Mods) -> None:
     """Emit ``mma{.sp}.sync.aligned.shape.row.col.d.a.b.c`` without scales."""
     if any(m.startswith("kind") for m in mods.left):
-        mods.fail("block-scaled forms and those of .kind are not modelled")
+        mods.fail("block-scaled forms and forms with .kind are not modelled")
     ordered = mods.flag("sp::ordered_metadata")
     sparse = mods.flag("sp") or ordered
     mods.choose("sync")

@@ -229,7 +229,7 @@ def add_fp8_products(a: np.ndarray, b: np.ndarray, before: np.ndarray | None, ki
 
 
 def _exponents(values: np.ndarray, kind: str) -> np.ndarray:
-    """Return the exponents of 8-bit floating-point numbers; that of zero is below all others."""
+    """Return the exponents of 8-bit floating-point numbers; zero's is below all others."""
     exponent = np.maximum(np.frexp(values)[1] - 1, _LEAST_EXPONENT[kind])
     return np.where(values == 0, _NOTHING, exponent).astype("i2")
 

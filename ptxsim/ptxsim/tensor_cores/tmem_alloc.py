@@ -161,7 +161,7 @@ def _words(start: int, columns: int) -> np.ndarray:
 
 
 def dealloc(W: Warp, ins: Instr, L: LaneSet, group: int, address: int, columns: int) -> Park | None:
-    """tcgen05.dealloc; that of a pair waits for the peer block's (the ISA lets it)."""
+    """tcgen05.dealloc; for a pair of blocks it waits for the peer's (the ISA permits this)."""
     check_group(W, ins, group)
     _whole_warp(W, ins, L, "dealloc")
     if address >> 16:

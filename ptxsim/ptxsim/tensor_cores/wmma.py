@@ -1,9 +1,9 @@
 """Emitters of wmma.load, wmma.mma and wmma.store.
 
-The ISA leaves open where a fragment has which element; here it is where ptxas 13.0 puts it for sm_90: as in mma.sync's
-fragments, so that a product is one or two of those. A matrix of 32 rows is two of 16, B of 16 columns two of 8. In
-m8n32k16 it is the transposed product: B has the place of A and A that of B. The 8 registers of .f16 operands hold
-copies where fewer would do, of which products read the first.
+The ISA leaves the layout of fragments open. The layout here is ptxas 13.0's for sm_90: it follows mma.sync's fragments,
+so that a product is one or two mma.sync. A matrix of 32 rows is two of 16, B of 16 columns two of 8. m8n32k16 computes
+the transposed product: A and B change places. The 8 registers of .f16 operands hold copies if fewer would do; products
+read the first copy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BITS = {**MMA_BITS, "f32": 32, "s32": 32}
 
 @dataclass(frozen=True)
 class Tiles:
-    """Making of a shape's product from those of mma.sync."""
+    """Composition of a shape's product from mma.sync products."""
 
     m: int
     n: int
@@ -282,7 +282,7 @@ def _multiply(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if len(kinds) == 2:  # of D and C: A and B are .f16
         kinds = [kinds[0], "f16", "f16", kinds[1]]
     if len(layouts) != 2 or len(kinds) != 4:
-        mods.fail("needs two layouts, and types of D, A, B and C (of D and C, if those of A and B are .f16)")
+        mods.fail("needs two layouts, and types of D, A, B and C (of D and C alone, if A and B are .f16)")
     out, kind, other, old = kinds
     sums = ("f16", "f32") if kind == "f16" else (_SUM_OF.get(kind, "s32"),)
     wrong = kind != other or shape not in _SHAPES.get(kind, ()) or {out, old} - set(sums)
@@ -304,7 +304,7 @@ class Product:
         self.form: WarpMma = warp_mma(rows, self.tiles.k, kind, kind, inner, clamp, differing)
 
     def multiply(self, a: list, b: list, c: list) -> list[tuple]:
-        """Return D's registers from those of the operands, each a pair of value and poison."""
+        """Return D's registers from the operands' registers, each a pair of value and poison."""
         form, right = self.form, self.tiles.right
         if self.tiles.swapped:
             a, b = b, a

@@ -140,7 +140,7 @@ def plant(module: Module, kernel: str, kind: str, places: Sequence[int], memory:
     """
     found = steps(module, kernel, kind)
     if wrong := [place for place in places if not 0 <= place < len(found)]:
-        raise ValueError(f"kernel {kernel}: step {wrong[0]} of kind {kind!r}, of which there are {len(found)}")
+        raise ValueError(f"kernel {kernel}: step {wrong[0]} of kind {kind!r}, but there are {len(found)}")
     changes = {found[place]: by for place in places if (by := _left_out(found[place])) is not None}
     return module.variant(kernel, changes, memory)
 

@@ -204,7 +204,7 @@ class Cfg:
                         work.append(pred)
 
     def _storage(self) -> list[str]:
-        """Choose per register the array type in which its users mostly want it, among those of its width."""
+        """Choose per register, among the array types of its width, the type that most of its users want."""
         votes: defaultdict[str, Counter[int]] = defaultdict(Counter)
         for ins in self.code.instrs:
             uses, defs = uses_defs(ins)

@@ -187,7 +187,7 @@ def _candidates(module: ModuleIR, ins: Instr, out: Lowered) -> list[Function]:
 
 
 def _indirect_call(module: ModuleIR, ins: Instr, out: Lowered, stack: tuple[str, ...]) -> None:
-    """Compare the address with that of each function that it may be, and inline each; another address is an error.
+    """Compare the address with each function that it may be, and inline each; another address is an error.
 
     A function that calls itself so cannot be inlined: that it is reached is an error, too.
     """

@@ -25,7 +25,7 @@ _RELEASES = frozenset(("bar", "barrier", "exit"))
 """Opcodes after which others may write what this warp has read (and arrivals on mbarriers)."""
 
 _MAX_CALLS = 5
-"""Source lines of an instruction that are told; of more, those of libraries between the first and the last two go."""
+"""Most source lines reported per instruction; beyond it, library lines between the first and the last two go."""
 
 _LIBRARY = re.compile(r"/(cute|cutlass|cub|thrust|cuda/std|crt)/")
 """Directories of headers whose frames say little: the caller's own main loop stands between them."""
@@ -108,7 +108,7 @@ class Program:
     def variant(self, changes: Mapping[Instr, Instr]) -> Program:
         """Return the kernel with some instructions of its text replaced; it shares the code of all other blocks.
 
-        What replaces an instruction reads and writes no registers but those of the instruction, and does not branch.
+        A replacement reads and writes no registers but the instruction's, and does not branch.
         """
         other = copy.copy(self)
         other.base, other.changed = self, set()

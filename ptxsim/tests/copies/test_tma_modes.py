@@ -1,8 +1,8 @@
 # ruff: noqa: E501 (lines of PTX are kept whole)
 """Tensor copies beyond plain tiles, against element-by-element formulas: swizzle atoms, packed types, conversions, reductions.
 
-Sources: the swizzle tables of ISA 5.5.7, sub-byte types of 5.5.1.1, the tables of cp.reduce.async.bulk.tensor. Bytes that
-packed types count on an mbarrier: those of global memory, as CUTLASS counts (TmaTransactionBytes).
+Sources: the swizzle tables of ISA 5.5.7, sub-byte types of 5.5.1.1, the tables of cp.reduce.async.bulk.tensor. Packed
+types count their bytes in global memory on an mbarrier, as CUTLASS does (TmaTransactionBytes).
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def test_products(form: tuple) -> None:
 
 
 def _words(rng: np.random.Generator, kind: str, spread: int) -> np.ndarray:
-    """A register of 32 lanes: numbers of exponents up to ``spread`` from that of one."""
+    """A register of 32 lanes: numbers with exponents from -``spread`` to ``spread``."""
     x = rng.standard_normal(64) * np.exp2(rng.integers(-spread, spread + 1, 64))
     if kind in ("f32", "tf32"):
         return x[:32].astype("f4").view("u4")

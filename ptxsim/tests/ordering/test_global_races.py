@@ -138,7 +138,7 @@ def test_a_reduction_races_with_what_is_none(adder: str, other: str, mode: str) 
         races("no proxy fence", first + RAISE, POLL + second.replace("fence.proxy.async;", ""), mode)
 
 
-#: Block 0 adds and tells, block 2 adds and tells or not, block 1 reads when told by as many.
+#: Blocks 0 and 2 add; block 0 signals, block 2 may; block 1 reads once it has the signals that it waits for.
 TOLD = "red.release.gpu.global.add.u32 [%rd1+128], 1;"
 READER = (
     "setp.eq.u32 %p4, %r1, 2; @%p4 bra T; P: ld.acquire.gpu.global.u32 %r5, [%rd1+128]; setp.lt.u32 %p3, %r5, {told}; @%p3 bra P;"

@@ -204,7 +204,7 @@ def test_a_strong_access_does_not_hide_another(first: str, second: str, message:
 
 
 def test_scopes_of_atomics_between_blocks() -> None:
-    """Atomics of a block's scope race with those of another block, but not within the block."""
+    """Atomics of a block's scope race with another block's atomics, but not within the block."""
     code = "red.{s}.global.add.u32 [%rd1], 1;"
     for scope, blocks, legal in (("cta", 1, True), ("cta", 2, False), ("gpu", 2, True), ("sys", 2, True)):
         if legal:

@@ -360,7 +360,7 @@ def test_long_sums_of_8_bit_products_lose_size_as_on_a_gpu(tokens: int, size: fl
     [
         ([(1, 1), (2**-6, 2**-7)], 1 + 2**-13),
         ([(1, 1), (2**-7, 2**-7), (2**-7, 2**-7)], 1),  # each is cut off
-        ([(1.5, 1.5), (2**-6, 2**-7), (2**-6, 2**-7)], 2.25 + 2**-12),  # exponents are those of the factors
+        ([(1.5, 1.5), (2**-6, 2**-7), (2**-6, 2**-7)], 2.25 + 2**-12),  # exponents come from the factors
         ([(2, 1), (2**-6, 2**-7), (2**-6, 2**-7)], 2),
         ([(1.5, 1.5), (2**-6, 2**-7)], 2.25),  # the sum is cut off, too
         ([(2**-9, 2**-9)], 2**-18),

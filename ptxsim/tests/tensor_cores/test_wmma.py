@@ -60,7 +60,7 @@ def kernel(code: str, kind: str = "f16") -> str:
 
 
 def product(shape: str, kind: str, out: str, old: str, layouts: str, strides: tuple = ("", "", "", ""), space: str = ".global") -> str:  # fmt: skip
-    """Return load, load, load, mma and store: ``layouts`` are those of A, B, C and D, a letter each."""
+    """Return load, load, load, mma and store: ``layouts`` has a letter each for A, B, C and D."""
     of = ["row" if x == "r" else "col" for x in layouts]
     kinds = (kind, kind, old, out)
     frag = [names(x, registers(r, shape, k)) for x, r, k in zip("abcd", "abcc", kinds, strict=True)]

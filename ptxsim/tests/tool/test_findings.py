@@ -92,7 +92,7 @@ def test_the_origin_of_an_undefined_value() -> None:
 
 
 def test_source_lines_of_calls_around_an_inlined_instruction() -> None:
-    """A call is told once, by its place: the lines that it was inlined at in turn are those of that place."""
+    """A call is reported once, by its place, with the lines at which that place was inlined."""
     head = ".loc 1 30 2\n.loc 1 20 1, function_name $L__a, inlined_at 1 30 2\n"
     text = HEADER + ONE_LANE.replace(".loc 1 9 5", head + ".loc 1 9 5")
     with pytest.raises(ptxsim.RaceError) as caught:
@@ -160,7 +160,7 @@ def test_an_error_names_the_rule_and_how_to_allow_it() -> None:
 
 
 def test_a_deadlock_tells_the_state_of_now() -> None:
-    """A warp parks before another one's arrival: the count that it is told to wait for is that of the end."""
+    """A warp parks before another one's arrival: the report shows the count at the end."""
     code = (
         '.file 1 "dead.cu"\n.visible .entry _Z4deadv()\n{\n.reg .b32 %r<9>; .reg .b64 %rd<4>; .reg .pred %p<4>;'
         " .shared .align 8 .b8 m[8];\nmov.u32 %r0, %tid.x; mov.u32 %r1, m; setp.eq.u32 %p1, %r0, 0;"

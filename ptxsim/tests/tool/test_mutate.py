@@ -84,7 +84,7 @@ def test_steps_of_a_kind() -> None:
     for changed in (*both, module):
         changed.launch("k", 1, 64, [out])
         assert out.tolist() == [i ^ 32 for i in range(64)]
-    with pytest.raises(ValueError, match="of which there are 2"):
+    with pytest.raises(ValueError, match="but there are 2"):
         ptxsim.plant(module, "k", "bar.sync", [2])
     for call in (ptxsim.steps, lambda *names: ptxsim.plant(*names, [0])):
         with pytest.raises(ptxsim.SimError, match=r"no kernel 'kernels/k\.cuh'; the module has k"):

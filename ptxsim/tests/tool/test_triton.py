@@ -45,7 +45,7 @@ def product(kernel: triton.Kernel, **options: Any) -> set[str]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
 def test_host_descriptors(arch: str, mode: str) -> None:
-    """TMA, and WGMMA or tcgen05: right by the preset rules, some of which Triton breaks."""
+    """TMA, and WGMMA or tcgen05: right by the preset rules; Triton breaks some of them."""
     broken = product(triton.Kernel(FOLDER / f"matmul_{arch}.json"), mode=mode)
     more = {"tcgen05-fence", "copy-proxy", "ld-wait"} if arch == "sm100" else set()
     assert broken == {"mbarrier-init-fence"} | more

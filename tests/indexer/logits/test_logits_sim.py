@@ -1,6 +1,6 @@
 """The kernels of the logits in the simulator, through the public calls, against the oracle.
 
-Keys that no query sees are NaN, and so is everything in the pool that is no sequence's.
+Keys that no query sees are NaN, and so are all other bytes of the pool outside the sequences.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CASES = [
     LogitsCase(s_q=9, s_kv=150, h=40, d=64, dtype="bfloat16"),
     LogitsCase(s_q=17, s_kv=900, h=4, ranges="none"),  # every stage of keys, several times
 ]
-#: Of the kernel for all GPUs since Ampere, whose tiles have 256 keys and whose warps are padded to 16 heads.
+#: Cases of the kernel for Ampere and newer GPUs: tiles of 256 keys, heads padded to a multiple of 16.
 MMA_CASES = [
     LogitsCase(s_q=2, s_kv=128, h=33, ranges="none"),
     LogitsCase(s_q=1, s_kv=1, h=1, ranges="none", scales=False),
@@ -112,7 +112,7 @@ def test_mma_in_every_mode(case: LogitsCase, mode: tuple[str, int], cc: tuple[in
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("cc", AMPERE_ON)
 def test_all_codes(cc: tuple[int, int]) -> None:
-    """Each one with each other one: exact, and NaN counts as 0."""
+    """Every code multiplied by every code: exact, and NaN counts as 0."""
     q, k = np.zeros((4, 64, 32), np.uint8), np.zeros((256, 32), np.uint8)
     q.reshape(256, 32)[:, 5] = k[:, 5] = np.arange(256)
     weights = np.ones((4, 64), np.float32)
@@ -142,7 +142,7 @@ def in_float16(inputs: dict[str, Any], sm_count: int = 2, mode: tuple[str, int] 
 
 
 def run_in_float16(case: LogitsCase, sm_count: int, mode: tuple[str, int]) -> None:
-    """The oracle has the same roundings, and no others except float32's."""
+    """The oracle rounds in the same places, and otherwise in float32 alone."""
     inputs = logits_inputs(case)
     inputs["weights"] *= np.float32(1e-30)
     got, rounded = in_float16(inputs, sm_count, mode), reference.indexer_logits(**inputs, accumulate="float16")
@@ -172,7 +172,7 @@ def test_float16_in_every_mode(case: LogitsCase, mode: tuple[str, int], sm_count
 @pytest.mark.parametrize("weight", [1.0, 1e-38, -1e31])
 @pytest.mark.parametrize("d", [32, 64, 128])
 def test_the_largest_codes_are_finite_in_float16(d: int, weight: float) -> None:
-    """All queries, keys and heads are finite, whatever the weights, as long as the sum itself is a float."""
+    """Logits of finite inputs are finite for all weights, as long as the sum fits into a float."""
     q, k = as_codes(np.full((2, 128, d), 128 / d)), as_codes(np.full((5, d), 448.0))
     inputs = {"q": q, "k": k, "weights": np.full((2, 128), weight, np.float32)}
     got = in_float16(inputs)
@@ -180,7 +180,7 @@ def test_the_largest_codes_are_finite_in_float16(d: int, weight: float) -> None:
 
 
 def test_ordinary_codes_may_be_infinite_in_float16() -> None:
-    """Not an error: what is too large is seen in its logits, and in no others."""
+    """No error: a code that is too large spoils its own logits alone."""
     inputs = logits_inputs(LogitsCase(s_q=9, s_kv=140, h=3, dtype="uint8", ranges="none", float16=True))
     inputs["weights"] = np.abs(inputs["weights"])
     clean = in_float16(inputs)
@@ -192,7 +192,7 @@ def test_ordinary_codes_may_be_infinite_in_float16() -> None:
 
 
 def test_weights_of_all_sizes_in_float16() -> None:
-    """Infinities and NaN reach the logits of their tokens; weights beside a large one lose bits, as they may."""
+    """Infinities and NaN reach the logits of their tokens; weights next to a large weight lose bits, as is allowed."""
     inputs = logits_inputs(LogitsCase(s_q=6, s_kv=140, h=9, dtype="uint8", ranges="none", float16=True))
     inputs["weights"][1, 2], inputs["weights"][2, 3], inputs["weights"][3, 4] = np.nan, -np.inf, 1e5
     inputs["weights"][4] = 0
@@ -235,7 +235,7 @@ def test_generic(case: LogitsCase) -> None:
 
 @pytest.mark.parametrize("kernel", [GENERIC, HOPPER, MMA])
 def test_bfloat16_results(kernel: str) -> None:
-    """They are the float32 ones, rounded."""
+    """bfloat16 logits equal the rounded float32 logits."""
     case = LogitsCase(s_q=3, s_kv=70, h=3, d=32)
     wide, narrow = (run(case, kernel, 1, ("early", 0), out_dtype=name) for name in ("float32", "bfloat16"))
     np.testing.assert_array_equal(narrow, wide.astype(narrow.dtype))
@@ -247,7 +247,7 @@ def test_bfloat16_results(kernel: str) -> None:
 @pytest.mark.parametrize("clean", [True, False])
 @pytest.mark.parametrize("kernel", [HOPPER, MMA])
 def test_nothing_is_written_outside(kernel: str, clean: bool, dtype: str, s_kv: int) -> None:
-    """Neither between the rows of the result nor, unless it is to be clean, outside the ranges."""
+    """Nothing is written between the rows of the result nor, without `clean`, outside the ranges."""
     case = LogitsCase(s_q=9, s_kv=s_kv, h=2, d=32)
     inputs = logits_inputs(case)
     exact = reference.indexer_logits(**inputs)
@@ -299,7 +299,7 @@ def test_nan_and_infinity() -> None:
 )
 @pytest.mark.parametrize("sm_count", [1, 5])
 def test_bits_do_not_depend_on_the_place(sm_count: int, kernel: str, accumulate: str) -> None:
-    """Equal queries and keys elsewhere, with other neighbours, more heads of weight 0, or other cuts."""
+    """Bits stay the same at other positions, with other neighbours, more heads of weight 0, or other cuts."""
     half = accumulate == "float16"
     inputs = logits_inputs(LogitsCase(s_q=9, s_kv=150, h=11, ranges="none", dtype="uint8", float16=half))
     with simulated(2):
@@ -321,7 +321,7 @@ def always(*_: object) -> bool:
     return True
 
 
-#: Of a tile each, or of two: more blocks of tokens than a warp has lanes would be slow to simulate.
+#: Blocks of one tile or two: more blocks of tokens than a warp has lanes would be slow to simulate.
 MANY_BLOCKS = LogitsCase(s_q=150, s_kv=160, h=1, d=32, ranges="causal")
 
 
@@ -336,7 +336,7 @@ def launched(case: LogitsCase | PagedCase, sm_count: int, **options: Any) -> lis
 
 
 def test_shares_of_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal to one tile, where the queries of a block count as one, too; and its blocks are all computed."""
+    """Shares are equal to one tile (a block's queries count as one, too), and all blocks are computed."""
     monkeypatch.setattr(pipeline, "scheduled", always)
     splits, inputs = 3, logits_inputs(MANY_BLOCKS)
     workspace = np.zeros(256, np.uint8)
@@ -352,7 +352,7 @@ def test_shares_of_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("schedule", [True, False])
 def test_many_sequences(schedule: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than a warp has lanes, empty ones among them: with a schedule, and without."""
+    """More blocks than a warp has lanes, some empty, with a schedule and without."""
     if schedule:
         monkeypatch.setattr(pipeline, "scheduled", always)
     lengths = tuple(int(n) for n in np.random.default_rng(5).choice([0, 1, 64, 65, 130], 70))
@@ -360,7 +360,7 @@ def test_many_sequences(schedule: bool, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_sequences_of_many_groups() -> None:
-    """Groups of 32, several of them empty, and more than are read at once; shares within one and across."""
+    """Groups of 32 sequences, some empty, and more than are read at once; shares within a group and across groups."""
     lengths = np.zeros((170, 2), int)
     lengths[[3, 40, 69, 100, 165, 169]] = [[100, 3], [1, 64], [0, 65], [200, 130], [64, 0], [1, 1]]
     case = PagedCase(b=170, s_q=2, h=2, seqlens=tuple(int(n) for n in lengths.max(axis=1)))
@@ -440,7 +440,7 @@ def test_paged_results_beside_others(kernel: str, clean: bool) -> None:
 
 
 def test_hostile_lengths() -> None:
-    """Clamped: negative ones see nothing, large ones the whole table, whose garbage are pages that are not there."""
+    """Lengths are clamped: negative ones see nothing, large ones the whole table, with its invalid pages."""
     case = PagedCase(b=2, s_q=2, h=2, seqlens=(70, 60))
     inputs = paged_inputs(case)
     inputs["seqlens"] = np.array([[2**31 - 1, -5], [-(2**31), 3]], np.int32)
@@ -481,7 +481,7 @@ def test_paged_and_prefill_have_the_same_bits() -> None:
 
 
 def test_keys_in_e2m1_side_by_side_are_refused() -> None:
-    """The kernels read them from pages alone; other widths have no such advice."""
+    """Kernels read e2m1 keys from pages alone, and the error says so; other widths get no such advice."""
     q, k = np.zeros((2, 4, 128), np.uint8), np.zeros((9, 68), np.uint8)
     with pytest.raises(mla_cupy.ShapeError, match=r"k.shape\[-1\]: got 68, expected d=128.*indexer_logits_paged"):
         mla_cupy.indexer_logits(q, k, np.ones((2, 4), np.float32))
@@ -512,7 +512,7 @@ def test_keys_in_e2m1(case: PagedCase, kernel: str | None, launched: str) -> Non
 
 
 def test_keys_in_e2m1_of_many_heads() -> None:
-    """The builds with WGMMA have 64 heads, those on Blackwell take e4m3 alone: both say so."""
+    """WGMMA builds have 64 heads, and Blackwell builds accept e4m3 alone: both errors say so."""
     inputs = paged_inputs(PagedCase(b=1, h=65, seqlens=(20,), e2m1=True))
     with simulated(1, (9, 0)) as target:
         mla_cupy.indexer_logits_paged(**inputs)
@@ -524,7 +524,7 @@ def test_keys_in_e2m1_of_many_heads() -> None:
 
 
 def test_keys_in_e2m1_far_apart() -> None:
-    """Scales of a key up to 2^14 apart and more, and such as are no numbers, beside keys whose scales are near."""
+    """Keys with scales more than 2^14 apart, or NaN, next to keys with similar scales."""
     inputs = paged_inputs(PagedCase(b=1, s_q=2, h=3, seqlens=(128,), e2m1=True))
     scales = inputs["cache"].reshape(len(inputs["cache"]), -1)[:, 64 * 64 :].reshape(-1, 64, 4)
     scales[:, :, :] = 120
@@ -538,7 +538,7 @@ def test_keys_in_e2m1_far_apart() -> None:
 
 
 def test_keys_in_e2m1_by_hand() -> None:
-    """Two elements in a byte, the first one below; scales of 32, as exponents, behind all codes of a page."""
+    """Two elements per byte, the first in the low bits; an exponent per 32 elements, after all codes of a page."""
     page = np.zeros(4 * 68, np.uint8)  # of four keys
     page[64], page[64 + 16] = 0xC7, 0x05  # of key 1: 6 and -2; the second group's first element is 3
     page[4 * 64 + 4 : 4 * 64 + 8] = 128, 126, 0, 255

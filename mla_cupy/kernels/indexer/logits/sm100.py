@@ -61,7 +61,7 @@ def _width(tokens: int) -> int:
 def _q_map(q: View, blocks: int, axes: tuple[int, int, int], width: int) -> TensorMapSpec:
     """The queries as (blocks, heads, tokens, head_dim), fetched as 8 heads of the tokens of a block.
 
-    `axes` are those of tokens, heads and blocks; there may be none of blocks, -1.
+    `axes` are the axes of tokens, heads and blocks; -1 if there is no axis of blocks.
     """
     tokens, heads, head_dim = q.shape[axes[0]], q.shape[axes[1]], q.shape[-1]
     sizes = (tokens, heads, blocks)

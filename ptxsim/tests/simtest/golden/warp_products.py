@@ -32,7 +32,7 @@ SPARSE = [
 
 
 def _operand(rng: np.random.Generator, kind: str, count: int) -> np.ndarray:
-    """Return elements of a type; those of less than a byte are packed."""
+    """Return elements of a type; types smaller than a byte are packed."""
     if kind in ("s4", "u4", "b1"):
         return rng.integers(0, 256, count * (1 if kind == "b1" else 4) // 8).astype("u1")
     return small(rng, kind, count)

@@ -1,4 +1,4 @@
-// Each running block processes its own index and then those of blocks that it cancels: out[i] counts visits of block i.
+// Each running block processes its own index, then the index of each block it cancels: out[i] counts visits of block i.
 #include "ptx.cuh"
 
 extern "C" __global__ void persistent(int *visits, int *taken) {
