@@ -17,7 +17,7 @@ from mla_cupy.kernels import KERNELS
 from tests.support.mutants import sound
 
 B200, RATES = MACHINES["sm_100a"], FORWARD_RATES["sm_100a"]
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "log" / "blackwell_forward.md"
+PAGE = Path(__file__).resolve().parents[2] / "bench" / "log" / "blackwell_forward.md"
 
 
 @pytest.mark.parametrize(

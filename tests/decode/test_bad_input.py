@@ -265,7 +265,7 @@ def test_update_refuses(place: str, seqlens: Any, error: type[Exception], words:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        *(({name: 0}, ArgumentError, (name, "0", "at least 1")) for name in GOOD_PLAN if name != "dtype"),
+        *(({name: 0}, ArgumentError, (name, "0", "an integer from 1")) for name in GOOD_PLAN if name != "dtype"),
         *(({name: 1.5}, ArgumentError, (name, "1.5", "an integer")) for name in GOOD_PLAN if name != "dtype"),
         ({"max_pages": 2**27}, ArgumentError, ("max_pages * page_size", "2^31")),
         ({"dtype": "float32"}, DTypeError, ("dtype", "float32", "bfloat16")),

@@ -60,6 +60,7 @@ BAD = [
     Bad("empty_lse", option("empty_lse", "x"), MlaError, ("empty_lse", "'x'", "number")),
     Bad("kv_scale", option("kv_scale", 2.0), ArgumentError, ("kv_scale", "2.0", "1 for 16-bit rows")),
     Bad("math", option("math", "fp8"), ArgumentError, ("math", "'fp8'", '"exact" for 16-bit rows', "cache_append")),
+    Bad("kv_format", option("kv_format", "v32"), ArgumentError, ("kv_format", "'v32'", "None for 16-bit rows")),
     Bad("batch_invariant", option("batch_invariant", 2), ArgumentError, ("batch_invariant", "2", "True or False")),
     Bad("split_tokens", option("split_tokens", 100), ArgumentError, ("split_tokens", "100", "a multiple of 64")),
     Bad("kernel", option("kernel", "fastest"), ArgumentError, ("kernel", "'fastest'", "attention_generic")),
