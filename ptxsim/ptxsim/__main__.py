@@ -78,7 +78,7 @@ def parser(name: str) -> argparse.ArgumentParser:
 
 
 def _add_launch(command: argparse.ArgumentParser) -> None:
-    """Add what every launch needs."""
+    """Add the options that every launch needs."""
     command.add_argument("args", nargs="*", help="arguments of the kernel")
     command.add_argument("--kernel", help="entry function (default: the only one)")
     command.add_argument("--grid", type=dims, default=(1,), help="blocks, as 8 or 4x2 (default 1)")
@@ -103,14 +103,14 @@ def _add_launch(command: argparse.ArgumentParser) -> None:
 
 
 def first_kernel(module: Module) -> str:
-    """Return the kernel that is meant when none is named."""
+    """Return the default kernel if none is named."""
     if not module.kernels:
         raise SimError("the file has no kernel")
     return module.kernels[0]
 
 
 def check_file(options: argparse.Namespace) -> int:
-    """List kernels and everything they need that is missing."""
+    """List kernels, and the unknown forms that they need."""
     module = load_module(options, False)
     status = 0
     for name in module.kernels:
@@ -166,7 +166,7 @@ def close(got: np.ndarray, want: np.ndarray) -> bool:
 
 
 def launch(options: argparse.Namespace, module: Module, name: str, args: list, **more: Any) -> Report:
-    """Launch a kernel as the command line tells."""
+    """Launch a kernel as the command line asks."""
     shape = (options.grid, options.block, args, options.smem, options.cluster)
     common = ("seed", "resident", "race_global", "race_lanes", "tma_outside", "elect", "allow", "jobs")
     given = {key: getattr(options, key) for key in common}

@@ -67,7 +67,7 @@ def _alone(function: Callable[P, R]) -> Callable[P, R]:
 @lru_cache(maxsize=64)
 @seldom_collected
 def _loaded(ptx: str) -> tuple[ModuleIR, dict[str, Program]]:
-    """Parse a text once: modules made from it share what is compiled, and nothing that a launch changes."""
+    """Parse a text once: modules made from it share compiled code, but no state that a launch changes."""
     return parse(ptx), {}
 
 
@@ -204,7 +204,7 @@ class Module:
         name : str
             Entry function.
         grid, block, cluster : int or sequence of int
-            Dimensions in blocks, threads and blocks; a cluster defaults to what the kernel declares, else one block.
+            Dimensions in blocks, threads and blocks; a cluster defaults to the kernel's declaration, else to one block.
         args : sequence
             One per parameter: a contiguous NumPy array (its address is passed), an int or float, ``bytes`` or a NumPy
             record (a struct by value), or a :class:`~.memory.tensormap.TensorMap`.

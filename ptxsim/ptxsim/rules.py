@@ -35,10 +35,10 @@ LENIENT = frozenset(RULES) - {"poison"}
 """Rules whose breach ``strict=False`` allows."""
 
 CLOCKED = frozenset(("copy-proxy", "relaxed-order", "tcgen05-fence"))
-"""Rules about what orders accesses: the detector keeps a second set of clocks in which the bent ones order, too."""
+"""Rules about the order of accesses; the detector keeps a second set of clocks, in which bent rules order, too."""
 
 ORDERING = CLOCKED | {"scope"}
-"""Rules about what orders accesses, with that which no clock can tell: whose scopes include whom."""
+"""Rules about the order of accesses, and the rule that no clock can express: which scopes include each other."""
 
 
 def allowed(strict: bool, allow: Collection[str]) -> frozenset[str]:

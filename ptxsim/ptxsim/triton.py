@@ -1,4 +1,4 @@
-"""Runs what Triton has compiled: a kernel's PTX with the arguments that Triton's own launcher would pass.
+"""Runs kernels compiled by Triton: their PTX, with the arguments that Triton's own launcher would pass.
 
 Triton need not be here, nor a GPU where the kernel is compiled: ``triton.compile`` with a ``GPUTarget`` leaves the PTX
 and a description of it in its cache, and returns both.

@@ -1,4 +1,4 @@
-"""Hot arithmetic in C: ``native.c`` as universal functions of NumPy, which cost what NumPy's own do.
+"""Hot arithmetic in C: ``native.c`` as universal functions of NumPy, with no more overhead than NumPy's own.
 
 The machine's C compiler builds it at the first use, once for each version of the source. Where there is no compiler, or
 ``PTXSIM_NATIVE=0`` says so, the functions of :mod:`~.numeric` and :mod:`~.formats` do the same, slower; they are also
@@ -33,7 +33,7 @@ _kept: list[Any] = []
 
 
 def _built() -> Path | None:
-    """Return the library, built if it is not there yet; None where it cannot be."""
+    """Return the library, built on first use; None if it cannot be built."""
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if os.environ.get("PTXSIM_NATIVE") == "0" or platform.system() != "Linux" or compiler is None:
         return None

@@ -15,7 +15,7 @@ import numpy as np
 from .numeric import Poison, count_nonzero
 
 UNWRITTEN = np.ones(32, bool)
-"""The mask of registers that nothing has written."""
+"""The mask of registers that were never written."""
 
 
 class Bits(np.ndarray):
@@ -63,7 +63,7 @@ def bits_of(mask: Poison, value: np.ndarray) -> np.ndarray:
 
 
 def narrowed(mask: np.ndarray, value: np.ndarray) -> Poison:
-    """Return the mask of a value that may be the low part of the one that the mask belongs to."""
+    """Return the mask of a value, which may be the low part of the mask's value."""
     return mask if _known(mask) is None else of_bits(bits_of(mask, value))
 
 
@@ -119,7 +119,7 @@ def put(old: Poison, lanes: np.ndarray, new: Poison) -> Poison:
 
 
 def moved(function: Callable, count: int = 1) -> Callable[..., Poison]:
-    """Return the mask of a function that moves the bits of its first ``count`` arguments to where others tell.
+    """Return the mask of a function that moves the bits of its first ``count`` arguments as the other arguments say.
 
     The mask's arguments are the function's, each followed by its own mask.
     """

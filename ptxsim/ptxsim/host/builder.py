@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import SimError
 
 VERSIONS = (12, 13)
-"""Versions of the CUDA runtime that there is a stub of (``libcudart.so.N``)."""
+"""Versions of the CUDA runtime with a stub (``libcudart.so.N``)."""
 
 _SOURCES = Path(__file__).with_name("stub")
 
@@ -49,7 +49,7 @@ class Op(enum.IntEnum):
 
 
 def stub_directory() -> Path:
-    """Return the directory of the stub libraries, which are built if they are not there yet.
+    """Return the directory of the stub libraries, which are built on first use.
 
     Raises
     ------

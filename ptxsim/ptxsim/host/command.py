@@ -167,7 +167,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def _tolerance(text: str) -> tuple[str, float, float]:
-    """Parse how results are compared: a dtype, a relative and an absolute tolerance."""
+    """Parse a comparison of results: a dtype, a relative and an absolute tolerance."""
     try:
         dtype, rtol, atol = text.split(":")
         np.dtype(dtype)
@@ -177,7 +177,7 @@ def _tolerance(text: str) -> tuple[str, float, float]:
 
 
 def _options(options: argparse.Namespace) -> dict:
-    """Return what both commands pass to every launch."""
+    """Return the options that both commands pass to every launch."""
     names = ("race_global", "race_lanes", "tma_outside", "max_steps")
     given = {name: getattr(options, name) for name in names}
     return {**given, **({"resident": options.resident} if options.resident else {})}
@@ -212,7 +212,7 @@ def replay_launches(options: argparse.Namespace) -> int:
 
 
 def _modes(replay: Replay, options: argparse.Namespace) -> int:
-    """Run a launch in every mode and print what each found."""
+    """Run a launch in every mode and print each mode's findings."""
     status = 0
     for mode, seed in _MODES:
         try:
@@ -237,7 +237,7 @@ def _run(replay: Replay, options: argparse.Namespace, module: Module, mode: str,
 
 
 def _rules(report: Report) -> set[tuple[str, int]]:
-    """Return the rules broken and where."""
+    """Return the broken rules, with their places."""
     return {(each.rule, each.at.line) for each in report.findings}
 
 

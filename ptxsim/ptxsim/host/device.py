@@ -10,7 +10,7 @@ NAMES = {90: "ptxsim sm_90a", 100: "ptxsim sm_100a"}
 """Device names by architecture."""
 
 DEFAULT_SHARED = 48 * 1024
-"""Bytes of shared memory that a block can have without asking for more."""
+"""Bytes of shared memory that a block can use without an opt-in."""
 
 OPT_IN_SHARED = 227 * 1024
 SM_SHARED = 228 * 1024

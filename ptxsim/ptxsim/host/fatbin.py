@@ -1,4 +1,4 @@
-"""Finds the PTX in what host programs carry: fat binaries, compressed or not, or plain text."""
+"""Finds the PTX in host programs: in fat binaries, compressed or not, or as plain text."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def lz4_block(data: bytes, size: int) -> bytes:
 
 
 def _lz4_sequences(data: bytes, size: int, out: bytearray) -> None:
-    """Append what each sequence stands for: literals, then (but for the last) a repetition of earlier bytes."""
+    """Append each sequence's output: literals, then (except for the last) a repetition of earlier bytes."""
     at = 0
     while len(out) < size:
         token = data[at]

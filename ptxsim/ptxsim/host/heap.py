@@ -19,7 +19,7 @@ SIZE = 1 << 36
 
 _ALIGN = 512
 _GAP = 4096
-"""Unused bytes behind each allocation, so that what runs beyond one is not taken for an access of the next."""
+"""Unused bytes after each allocation, so that an access beyond it does not hit the next one."""
 
 _READ_WRITE, _SHARED, _FIXED_NOREPLACE, _REMOVE = 3, 1, 0x100000, 9
 
@@ -136,7 +136,7 @@ class HeapMemory(Memory):
         return address
 
     def free(self, address: int) -> bool:
-        """Free what :meth:`allocate` returned."""
+        """Free memory from :meth:`allocate`."""
         size = self.heap.live.get(address, (0, 0))[0]
         if not self.heap.free(address):
             return False

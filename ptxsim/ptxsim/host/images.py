@@ -13,7 +13,7 @@ from .device import DEFAULT_SHARED, OPT_IN_SHARED, REGISTERS
 
 
 class HostError(Exception):
-    """A call fails with an error code of CUDA, and a reason that the user is told.
+    """A call fails with a CUDA error code, and a reason for the user.
 
     ``bad`` tells that this is no answer which a program may expect, but a broken kernel or something not modelled.
     """
@@ -65,7 +65,7 @@ class Kernel:
     any_cluster: bool = False
 
     def program(self, module: Module) -> Program:
-        """Return the kernel, checked for what is not modelled."""
+        """Return the kernel, checked for unknown instructions."""
         if self.name not in module.kernels:
             raise HostError(98)
         try:
@@ -80,7 +80,7 @@ class Kernel:
         cluster = (*(directives.get("reqnctapercluster") or (0,)), 0, 0)[:3]
         required = [max(each, 1) if cluster[0] else 0 for each in cluster]
         dynamic = self.dynamic if self.dynamic >= 0 else DEFAULT_SHARED - program.static_shared
-        registers = min(255, REGISTERS // threads // 8 * 8)  # the most that fit: what a kernel uses is unknown
+        registers = min(255, REGISTERS // threads // 8 * 8)  # the most that fit, because a kernel's use is unknown
         first = dict(enumerate((threads, program.static_shared, 0, 0, registers, arch, arch, 0, dynamic, -1, 0)))
         return {**first, **dict(zip((11, 12, 13), required, strict=True)), 14: self.any_cluster, 15: 0}
 

@@ -142,7 +142,7 @@ class Replay:
         return (module or self.module).launch(self.kernel, args=self._args, **{**self._shape, **options})
 
     def differences(self, dtype: str = "u1", rtol: float = 0.0, atol: float = 0.0) -> dict[int, int]:
-        """Compare memory with what the recorded launch left; return the wrong elements per allocation's address.
+        """Compare memory with the recorded launch's; return the wrong elements per allocation's address.
 
         ``dtype`` tells how the bytes are read where tolerances are given (sums that atomics add in any order).
         """

@@ -28,7 +28,7 @@ _LAUNCH = struct.Struct("<Q3I3I3I3I")
 
 @dataclass
 class Settings:
-    """Options by which the kernels of a host program are run.
+    """Options for running the kernels of a host program.
 
     Attributes
     ----------
@@ -97,13 +97,13 @@ class Session:
         print(f"ptxsim: {text}", file=sys.stderr, flush=True)
 
     def summary(self) -> str:
-        """Say what ran."""
+        """Return a line about the launches and their findings."""
         broken = "".join(f", {count} x {rule}" for rule, count in sorted(self.findings.items()))
         found = broken or ("" if self.broken else ", nothing found")
         stopped = ", one launch stopped by an error" if self.broken else ""
         return f"{self.launches} launches, {self.instructions} warp-instructions{found}{stopped}"
 
-    # What the program asks about itself and the device.
+    # Queries about the program and the device.
 
     def _hello(self, _: bytes) -> bytes:
         return struct.pack("<QQ", BASE, SIZE) + self.heap.path.encode() + b"\0"
@@ -118,7 +118,7 @@ class Session:
 
     @property
     def device(self) -> Device:
-        """The simulated GPU, chosen when it is first asked for."""
+        """The simulated GPU, chosen on first use."""
         if self._device is None:
             newest = max((arch for image in self.images for arch, _ in image.texts), default=90)
             arch = self.settings.arch or (100 if newest >= 100 else 90)

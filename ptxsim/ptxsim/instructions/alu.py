@@ -315,7 +315,7 @@ def _mov(cg: Codegen, ins: Instr, mods: Mods) -> None:
 
 
 def _known_view(cg: Codegen, operand: Any) -> str:
-    """Return the array type in which a register is at hand."""
+    """Return the array type in which a register is available."""
     index = getattr(operand, "index", None)
     if not isinstance(index, int):
         return ""
@@ -480,7 +480,7 @@ def _comparable(cg: Codegen, operand: Any, type_name: str, ftz: bool) -> list[st
 
 
 def _set_result(cg: Codegen, mods: Mods, dst: Any, result: str, tests: list[str]) -> None:
-    """Write what ``set`` makes of its comparisons: 1.0, or all ones in an integer."""
+    """Write the result of ``set``: 1.0, or all ones in an integer."""
     if (result in _PACKED_HALF) != (len(tests) == 2):
         mods.fail("a packed comparison has a packed result")
     bits = TYPE_BITS[result] // len(tests)

@@ -51,7 +51,7 @@ def _cp(cg: Codegen, ins: Instr, mods: Mods) -> None:
 
 
 def _prefetch(cg: Codegen, ins: Instr, mods: Mods) -> None:
-    """Emit a prefetch into L2, which has no effect; of plain ones the bytes must be there."""
+    """Emit a prefetch into L2, which has no effect; a plain prefetch needs valid bytes."""
     tensor, hint = mods.flag("tensor"), mods.flag("L2::cache_hint")
     for name in ("L2", "global", "tile", "tile::gather4", *_IM2COL, *_WIDE, *(f"{n}d" for n in range(1, 6))):
         mods.flag(name)

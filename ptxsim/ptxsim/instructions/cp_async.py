@@ -19,13 +19,13 @@ from .mbarrier import find, groups
 _ALL, _EVERY = np.arange(32), np.ones(32, bool)
 _DEFINED = 0x01010101
 _STEPS = {size: np.arange(size // 4) for size in (4, 8, 16)}
-"""Words of a copy of some bytes, from its first on."""
+"""Word offsets of a copy of some bytes."""
 _WHOLE = {size: np.full(32, size) for size in _STEPS}
-"""Sizes of what 32 lanes copy when each copies all."""
+"""Sizes of the copies of 32 lanes when each lane copies all bytes."""
 
 
 class Copy:
-    """One executed cp.async: what each of its lanes copies, and which lanes have finished."""
+    """One executed cp.async: the copy of each lane, and which lanes have finished."""
 
     def __init__(
         self, W: Warp, number: int, lanes: np.ndarray, offset: np.ndarray, source: np.ndarray, size: int

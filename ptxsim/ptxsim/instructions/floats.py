@@ -203,7 +203,7 @@ OOB_NAN = 0x7FF7
 
 
 def _without_oob(function: Callable, type_name: str) -> Callable:
-    """Make the result zero where a factor is the NaN with which tensor copies fill what is out of bounds."""
+    """Make the result zero where a factor is the NaN with which tensor copies fill elements out of bounds."""
 
     def run(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         raw = function(a, b, c)

@@ -146,7 +146,7 @@ def _malloc(cg: Codegen, ins: Instr) -> None:
 
 
 def _free(cg: Codegen, ins: Instr) -> None:
-    """Emit the end of allocations; what is used later is in no array."""
+    """Emit the end of allocations; later uses are out of bounds."""
     load = make_load("local", "u8", 1, ins)
 
     def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison) -> None:

@@ -238,7 +238,7 @@ def _check(
     code: int, mode: int, address: int, dims: tuple, strides: tuple, steps: tuple, inner: int, interleave: int,
     l2_promotion: int, oob_fill: int,
 ) -> None:  # fmt: skip
-    """Refuse what the driver refuses in both kinds of map; ``inner`` is the box's extent along dimension 0."""
+    """Refuse arguments that the driver refuses for both kinds; ``inner`` is the box's extent along dimension 0."""
     rank = len(dims)
     padded = code in (14, 15)
     wide = 32 if padded or interleave == 2 else 16

@@ -222,7 +222,7 @@ _GOES_ON = re.compile(r"[\w$]")
 """First character of the rest of a longer name, such as a parameter's."""
 
 FIRST_FUNCTION, FUNCTION_STEP = 1 << 32, 16
-"""Address of a module's first function, and how far the next one is."""
+"""Address of a module's first function, and the distance to the next one."""
 
 
 @dataclass(eq=False)
@@ -237,7 +237,7 @@ class ModuleIR:
     text: str = ""
 
     def address_of(self, name: str) -> int:
-        """Return the address by which a function is called: in no state space, so that nothing else has it."""
+        """Return the address by which a function is called. It lies in no state space, so it is unique."""
         return FIRST_FUNCTION + FUNCTION_STEP * list(self.functions).index(name)
 
     @cached_property

@@ -359,9 +359,9 @@ class _BodyParser:
         return Instr(op, mods, args, self.parser.line_of(at), " ".join(text.split()), guard, negated == "!")
 
     def _operand(self, part: str, scope: _Scope, text: str) -> Any:
-        """Return an operand; the same text means the same in a scope, once all of it is read."""
+        """Return an operand; equal texts are equal operands in a scope, once all of the scope is read."""
         declared = scope.find(part)
-        if declared.__class__ is Reg:  # what most operands are
+        if declared.__class__ is Reg:  # the most frequent kind of operand
             scope.operands[part] = declared
             return declared
 

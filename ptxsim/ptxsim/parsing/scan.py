@@ -175,7 +175,7 @@ def parse_operand(text: str, resolve: Callable[[str], Any]) -> Any:
     text = text.strip()
     if not text:
         raise PtxSyntaxError("empty operand")
-    if text[0] == "%" and _IDENT.match(text):  # what most are
+    if text[0] == "%" and _IDENT.match(text):  # the most frequent kind
         return SReg(text) if text.startswith(SPECIAL_PREFIXES) else resolve(text)
     if text == "_":
         return SINK

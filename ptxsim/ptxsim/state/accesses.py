@@ -15,7 +15,7 @@ _TWO = constant(2, "u4")
 
 
 class Accesses:
-    """The part of a :class:`~.warp.Warp` that the race detector hears of."""
+    """The part of a :class:`~.warp.Warp` that reports to the race detector."""
 
     cta: Any
     home: Any
@@ -100,7 +100,7 @@ class Accesses:
             self.flags_write(space, offset, order, update)
 
     def flags_read(self, space: int, offset: np.ndarray, order: Order) -> None:
-        """Order this warp after what was released at some bytes of a space (a block's rank, or an array's base)."""
+        """Order this warp after the releases at some bytes of a space (a block's rank, or an array's base)."""
         detector = self.cta.cluster.detector
         if detector and detector.flags.places:
             detector.flags.read(self.agent, self.home, [(space, int(at)) for at in offset], order)
@@ -141,7 +141,7 @@ class Where:
 
 @functools.cache
 def _steps(size: int) -> np.ndarray:
-    """The words of an access of some bytes, from its first on."""
+    """Word offsets of an access of some bytes."""
     return np.arange(size // 4)
 
 

@@ -59,7 +59,7 @@ class Faults:
             self.launch.stop(finding, RaceError)
 
     def finding(self, kind: type[SimError], ins: Instr, why: str, rule: str = "", lanes: LaneSet = None) -> Finding:
-        """Return what is wrong at an instruction as an object."""
+        """Return a finding about an instruction."""
         severity = "warning" if rule in self.launch.allow else "error"
         where = [] if lanes is None else [int(lane) for lane in lanes]
         at, name = place_of(self.program, ins), short_name(self.program.name)
@@ -124,7 +124,7 @@ class Faults:
         )
 
     def lane_conflict(self, ins: Instr, a: np.ndarray, L: LaneSet, kept: np.ndarray, given: np.ndarray) -> None:
-        """Report a store that left other bits in memory than some lane gave: lanes share an address."""
+        """Report a store whose lanes share an address, so that memory holds other bits than some lane stored."""
         code = f"u{kept.dtype.itemsize}"
         given = np.ascontiguousarray(given, kept.dtype)
         lost = kept.view(code) != given.view(code)

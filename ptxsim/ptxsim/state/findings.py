@@ -14,7 +14,7 @@ _NAME_LIMIT = 60
 
 @dataclass(frozen=True)
 class Place:
-    """An instruction in a text: its PTX line, the line of its source (where ``.loc`` tells), and what it says."""
+    """An instruction in a text: its PTX line, the line of its source (if there is a ``.loc``), and its text."""
 
     line: int
     text: str
@@ -26,7 +26,7 @@ class Place:
 
 @dataclass
 class Finding:
-    """One thing that is wrong, or allowed to be.
+    """One error, or one allowed breach of a rule.
 
     Attributes
     ----------
@@ -102,7 +102,7 @@ class Finding:
 
 
 _LISTED = 8
-"""Registers of a list that are told."""
+"""Registers of a list that a finding shows."""
 
 
 def brief(text: str) -> str:

@@ -19,7 +19,7 @@ from ..memory.spaces import Buffer, Memory
 from .findings import Finding
 
 _POLL = 0.2
-"""Seconds between two looks at how far the processes are."""
+"""Seconds between two looks at the processes' progress."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Part:
 
 
 def run(launch: Any, jobs: int) -> None:
-    """Run a launch's clusters in ``jobs`` processes, and gather in ``launch`` what they have counted and found.
+    """Run a launch's clusters in ``jobs`` processes, and gather their counts and findings in ``launch``.
 
     Atomics on global memory exclude each other across the processes. The first error that a process reports is raised,
     and ends the others.
@@ -103,15 +103,15 @@ def _run_part(launch: Any, clusters: list) -> Part:
 def _parts(
     context: multiprocessing.context.ForkContext, work: Callable, jobs: int, look: Callable[[], None]
 ) -> Iterator[Part]:
-    """Start the processes, and yield what each has done once it has ended; all have ended when this does."""
+    """Start the processes, and yield each one's results once it ends; all have ended when this generator ends."""
     running: dict[Connection, multiprocessing.context.ForkProcess] = {}
     try:
         for index in range(jobs):
             mine, its = context.Pipe(duplex=False)
             process = context.Process(target=work, args=(index, its), daemon=True)
             with warnings.catch_warnings():
-                # Libraries of this process may have threads, and warn of it; the new one runs nothing of theirs but
-                # NumPy, none of whose threads is at work now.
+                # Libraries of this process may have threads, and warn of it; the new process uses none of them but
+                # NumPy, and no thread of NumPy is at work now.
                 warnings.simplefilter("ignore")
                 process.start()
             its.close()
@@ -136,7 +136,7 @@ def _parts(
 
 
 def _add(launch: Any, part: Part) -> None:
-    """Add what a process has done to the launch."""
+    """Add a process's results to the launch."""
     launch.steps += part.steps
     for total, values in ((launch.counts, part.counts), (launch.traffic, part.traffic)):
         for at, value in enumerate(values):

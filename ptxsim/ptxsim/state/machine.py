@@ -30,7 +30,7 @@ _REGISTERS = 65536
 """32-bit registers of an SM."""
 
 _QUIET = frozenset(("cp", "bulk", "wgmma"))
-"""Queues (by the first part of their keys) whose work signals nothing: who needs it finishes it by waiting."""
+"""Queues (by the first part of their keys) whose work signals nothing: a thread finishes it by waiting for it."""
 
 
 class AsyncOp:
@@ -176,7 +176,7 @@ class Cluster:
             pass
 
     def progress_any(self) -> bool:
-        """Finish a piece of work chosen by the seed: of what signals, else of the rest."""
+        """Finish a piece of work chosen by the seed: work that signals, else other work."""
         return self._progress_one(self.queues) or self._progress_one(self.quiet)
 
     def progress_maybe(self, chance: float) -> None:
@@ -254,18 +254,18 @@ class Launch:
         return found
 
     def note(self, text: str) -> None:
-        """Keep an oddity that is legal, once."""
+        """Record a legal oddity, once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def keep(self, finding: Finding) -> bool:
-        """Keep a finding, unless one like it is kept already; return whether it is new."""
+        """Record a finding, unless an equal one is recorded already; return whether it is new."""
         new = finding.key not in self.found
         self.found.setdefault(finding.key, finding)
         return new
 
     def warn(self, finding: Finding) -> None:
-        """Keep a broken rule that is allowed, and warn of it once."""
+        """Record an allowed breach of a rule, and warn of it once."""
         if self.keep(finding):
             warnings.warn(str(finding), StrictWarning, stacklevel=2)
 
@@ -348,7 +348,7 @@ class Launch:
                 self._retire(cluster)
 
     def _retire(self, cluster: Cluster) -> None:
-        """Finish what a cluster left in flight, and drop it."""
+        """Finish the work that a cluster left in flight, and drop the cluster."""
         while cluster.progress_any():
             pass
         self.clusters.remove(cluster)
@@ -399,7 +399,7 @@ class Launch:
             cluster.progress_any()
 
     def dump(self) -> str:
-        """Describe where every warp is and the state of every barrier."""
+        """Describe the place of every warp and the state of every barrier."""
         lines = []
         for cluster in self.clusters:
             for warp in cluster.warps:
@@ -421,7 +421,7 @@ class Launch:
 
 
 def registers_of(directives: dict, threads: int) -> int:
-    """Return the registers that a thread starts with: what the kernel declares, or its share of what an SM has.
+    """Return a thread's registers at the start: the kernel's declaration, or a thread's share of the SM's registers.
 
     The compiler gives a kernel that uses ``setmaxnreg`` the largest number that its launch bounds allow.
     """

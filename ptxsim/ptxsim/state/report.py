@@ -41,7 +41,7 @@ _PER_CYCLE = {"sm_90": 4096, "sm_100": 8192}
 
 _RATE = {"tf32": 0.5, "f16": 1, "bf16": 1, "e4m3": 2, "e5m2": 2, "e2m3": 2, "e3m2": 2, "e2m1": 2, "s8": 2, "u8": 2,
          "e2m1x2": 4}  # fmt: skip
-"""Factors by which they perform more of each type."""
+"""Rates of all types, relative to 16-bit types."""
 
 _SCHEDULERS = 4
 """Warp-instructions that an SM issues in a cycle, at most."""
@@ -118,13 +118,13 @@ class Report:
 
     @cached_property
     def missed(self) -> list[Place]:
-        """The instructions that no warp has executed; found when they are asked for, which few callers do."""
+        """The instructions that no warp has executed, computed on demand because few callers need them."""
         program, counts = self._ran
         return [
             place_of(program, ins)
             for block, count in zip(program.blocks, counts, strict=True)
             for ins in block.instrs
-            if not count and ins.line != program.function.line  # that is where the end of a kernel is put
+            if not count and ins.line != program.function.line  # the end of a kernel is placed there
         ]
 
     @property

@@ -1,4 +1,4 @@
-"""Special registers: what %tid, %ctaid, %clock and the others hold."""
+"""Values of the special registers: %tid, %ctaid, %clock and the others."""
 
 from __future__ import annotations
 

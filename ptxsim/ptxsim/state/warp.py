@@ -80,7 +80,7 @@ class Warp(Faults, Accesses):
 
     @property
     def name(self) -> str:
-        """Block and warp for messages."""
+        """Block and warp, for messages."""
         return f"block {self.cta.ctaid} warp {self.index}"
 
     @property
@@ -251,7 +251,7 @@ class Warp(Faults, Accesses):
         doubt.registers.update(registers)
 
     def _settle(self, fragment: Fragment, index: int) -> LaneSet:
-        """Mark what an undefined branch has decided where its ways meet; return the lanes to run."""
+        """Mark the registers that an undefined branch decided, where its ways meet; return the lanes to run."""
         lanes = fragment.lane_list()
         doubt = self.doubts.get(index)
         if doubt is not None:
@@ -268,7 +268,7 @@ class Warp(Faults, Accesses):
         return fragment.lanes
 
     def _broken(self, index: int, error: Exception) -> None:
-        """Raise for a block whose code cannot be run: operands that its instructions do not take."""
+        """Raise for a block whose code cannot be run, because its instructions do not accept their operands."""
         ins = self.program.blocks[index].instrs[0]
         self.fail(SimError, ins, f"this block cannot be executed ({type(error).__name__}: {error})")
 

@@ -37,7 +37,7 @@ class MBarrier:
         self.stores: int | None = None
 
     def store_agent(self) -> int:
-        """Return the agent of what st.async and red.async write: the generic proxy does, for the barrier."""
+        """Return the agent of writes by st.async and red.async: the generic proxy, on behalf of the barrier."""
         detector = self.cta.cluster.detector
         if self.stores is None and detector:
             self.stores = detector.new_agent(f"asynchronous stores of mbarrier {self.name}", True, soft=True)
@@ -199,7 +199,7 @@ class NamedBarrier:
                 raise SyncError(f"barrier {self.index}: {total} threads arrived, expected {self.expected}")
             done = total == self.expected
         if done:
-            # Who waits may go on after others have used the barrier again.
+            # A waiting warp may go on after others have used the barrier again.
             self.snapshots[self.generation] = self.gathered
             self.snapshots.pop(self.generation - _KEPT, None)
             self.generation += 1

@@ -19,7 +19,7 @@ from ..rules import CLOCKED, ORDERING
 from .shadow import PENDING, Shadow
 
 _AGENTS = 128
-"""Agents for which there is room at first: most clusters have fewer, and to make room costs more than the room."""
+"""Initial capacity in agents: most clusters have fewer, and growing costs more than unused room."""
 
 
 class View:
@@ -31,7 +31,7 @@ class View:
         self.clocks, self.loose = clocks, loose
 
     def meet(self, other: View) -> View:
-        """Return what both may rely on."""
+        """Return the clocks that both may rely on."""
         both = self.loose is not None and other.loose is not None
         return View(meet(self.clocks, other.clocks), meet(self.loose, other.loose) if both else None)
 
@@ -60,7 +60,7 @@ class Clocks:
         Parameters
         ----------
         name : str
-            For messages.
+            Name in messages.
         generic : bool
             Whether the asynchronous proxy needs a fence to see what it accesses.
         home : Cta, optional
@@ -96,14 +96,14 @@ class Clocks:
             matrix[agent, other] = max(int(matrix[agent, other]), clock)
 
     def finished(self, agent: int, own: int, clock: int) -> None:
-        """Note that tensor-memory loads or stores of a warp are done: others know only after before_thread_sync."""
+        """Note that a warp's tensor-memory loads or stores are done; others learn it only after before_thread_sync."""
         self.fenced.add(own)
         self.tensor_learn(agent, own, clock)
         if "tcgen05-fence" in self.bent:
             self.learn_loosely(agent, own, clock)
 
     def learn_loosely(self, agent: int, other: int, clock: int) -> None:
-        """Let an agent know so where broken rules order."""
+        """Let an agent know this in the loose clocks, where broken rules order."""
         for matrix in self.loose[:1]:
             matrix[agent, other] = max(int(matrix[agent, other]), clock)
 
@@ -206,7 +206,7 @@ class Clocks:
     def loose_view(self, agent: int, view: View, shadow: Shadow) -> np.ndarray:
         """Return what an access may rely on where broken rules order.
 
-        Where none may be broken that is only found when an error is to name one, from what the agent knows by then.
+        If no rule may be broken, this is computed only when an error must name one, from the agent's knowledge then.
         """
         if view.loose is not None or not self.loose:
             return view.clocks if view.loose is None else view.loose

@@ -20,7 +20,7 @@ from .strong import SCOPES, Flags, includes
 
 @dataclass(frozen=True)
 class Conflict:
-    """An access that nothing orders: the word, who made it, at which instruction, and what it was."""
+    """An unordered access: its word, agent, instruction and kind."""
 
     word: int
     agent: int
@@ -112,7 +112,7 @@ class Detector(Clocks):
         agent : int
             The issuing warp (for messages).
         view : View
-            What the operation may rely on.
+            Clocks that the operation may rely on.
         shadow : Shadow
             The memory that is read.
         words : numpy.ndarray
@@ -310,7 +310,7 @@ class Detector(Clocks):
         self._judge(find, agent, shadow, view or self.generic_view(agent), where, verb)
 
     def _judge(self, find: Callable, agent: int, shadow: Shadow, view: View, where: Any, verb: str) -> None:
-        """Report a conflict: an error, or what only a broken rule orders."""
+        """Report a conflict: an error, or a conflict that only a broken rule orders."""
         conflict = find(view.clocks, False)
         if conflict is None:
             return

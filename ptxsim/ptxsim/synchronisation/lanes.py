@@ -1,8 +1,8 @@
 """Races between lanes of one warp in shared memory (``race_lanes=True``).
 
-Lanes of a warp are ordered by a barrier or an mbarrier, not by being executed together (ISA, memory
-consistency model; a shuffle orders no memory). Between two such steps of a warp, what one of its lanes writes, no other
-may read or write. It knows loads and stores, byte by byte; any step of the warp counts for all of its lanes.
+Lanes of a warp are ordered by a barrier or an mbarrier, not by being executed together (ISA, memory consistency model;
+a shuffle orders no memory). Between two such steps of a warp, no other lane may read or write bytes that one lane
+writes. It knows loads and stores, byte by byte; any step of the warp counts for all of its lanes.
 """
 
 from __future__ import annotations

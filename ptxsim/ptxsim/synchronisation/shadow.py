@@ -43,13 +43,13 @@ class Shadow:
     ``sites`` holds the numbers of the instructions that wrote; ``reads`` holds, per row, when each word was read and by
     which instruction.
 
-    ``columns`` tells the columns of tensor memory; ``name`` is the name of a global array,
-    ``block`` whose shared memory it is. ``mask`` tells which bytes
-    of a word the last write covered; ``bytes`` holds, per agent and mask, when it wrote bytes that later writes to the
-    word left alone. ``updates`` holds, per agent, when it last wrote each word strongly, in its clock and in a count of
-    all strong writes: such writes do not order one another, so the last cannot stand for all. ``observed`` holds, per
-    agent, up to which count it has seen the strong writes of a word by a strong read or an atomic of its own, and when:
-    what it has seen precedes what it does next (ISA, causality order), even if it acquires nothing.
+    ``columns`` is the number of columns of tensor memory; ``name`` is the name of a global array, ``block`` the owner
+    of shared memory. ``mask`` tells which bytes of a word the last write covered; ``bytes`` holds, per agent and mask,
+    when it wrote bytes that later writes to the word left alone. ``updates`` holds, per agent, when it last wrote each
+    word strongly, in its clock and in a count of all strong writes: such writes do not order one another, so the last
+    cannot stand for all. ``observed`` holds, per agent, up to which count it has seen the strong writes of a word by a
+    strong read or an atomic of its own, and when: what it has seen precedes what it does next (ISA, causality order),
+    even if it acquires nothing.
 
     Summaries of all words keep most checks short: ``row_tops`` is the last clock of each row of reads, ``hidden`` the
     last clock of each agent's writes in ``updates`` and ``bytes``; ``aside`` tells whether there are any,
@@ -151,7 +151,7 @@ class Shadow:
         return result
 
     def cover(self, agent: int, words: np.ndarray, mask: np.ndarray, clock: int) -> None:
-        """Note which bytes of words a write covers, and keep what is known of the other bytes."""
+        """Note which bytes of words a write covers, and keep the records of the other bytes."""
         words, place = np.unique(words, return_inverse=True)
         covered = np.zeros(len(words), np.uint8)
         np.bitwise_or.at(covered, place, mask)

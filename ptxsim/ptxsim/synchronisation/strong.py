@@ -58,7 +58,7 @@ class Flags:
         self.pending: dict[int, list[tuple[Any, list]]] = {}
 
     def matter(self, agent: int, order: Order, reduction: bool) -> bool:
-        """Tell whether a write or atomic of a warp can order anything, or end what does."""
+        """Tell whether a write or atomic of a warp can order accesses, or end an order."""
         if order.release or agent in self.fences or "relaxed-order" in self.detector.allow:
             return True
         return not reduction and bool(self.places)
@@ -78,12 +78,12 @@ class Flags:
             self.fences[agent] = (scope, self.detector.snapshot(agent))
 
     def fenced(self, agent: int, scope: str) -> list:
-        """Return what a relaxed arrival at a barrier of a scope may publish: what a fence has made visible there."""
+        """Return the knowledge that a relaxed arrival in a barrier's scope may publish: all that a fence showed."""
         known = self.fences.get(agent)
         return known[1] if known and SCOPES.index(known[0]) >= SCOPES.index(scope) else []
 
     def found(self, agent: int, writer: Any, store: list) -> None:
-        """Keep what a relaxed read found, published by a block, for the warp's next fence."""
+        """Keep a block's publications that a relaxed read found for the warp's next fence."""
         for known, kept in self.pending.setdefault(agent, []):
             if known is writer:
                 self.detector.merge(kept, store)
@@ -91,7 +91,7 @@ class Flags:
         self.pending[agent].append((writer, [each.copy() for each in store]))
 
     def read(self, agent: int, cta: Any, keys: Iterable[tuple], order: Order) -> None:
-        """Join what was published at addresses, at once or from the next fence on."""
+        """Join the publications at addresses, at once or from the next fence on."""
         for key in set(keys):
             for each in self.places.get(key, ()):
                 if not (includes(each.scope, each.cta, cta) and includes(order.scope, cta, each.cta)):
@@ -125,7 +125,7 @@ class Flags:
 
 
 def latest(published: list[Published]) -> list[Published]:
-    """Return the last of a warp's publications of each scope: it says what those before it said."""
+    """Return the last of a warp's publications of each scope, which includes all earlier ones."""
     last: dict[tuple[str, bool], Published] = {}
     for each in published:
         key, at = (each.scope, each.loosely), 3 if each.loosely else 0

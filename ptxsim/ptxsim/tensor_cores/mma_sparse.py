@@ -1,4 +1,4 @@
-"""Products of ``mma.sp``: A has half of its columns, and metadata says which.
+"""Products of ``mma.sp``: A stores half of its columns, and metadata selects them.
 
 Values of A lie as in a dense mma of half the depth. A chunk of a row is 4 columns (of tf32 2, of 4-bit integers
 8) and has 4 bits of metadata: two indices of 2 bits, the first in the low bits, of single elements or, of 4-bit
@@ -55,7 +55,7 @@ class SparseMma:
         return (rows >> places & rows.dtype.type(15)).reshape(16, -1).astype(np.intp)
 
     def invalid(self, codes: np.ndarray) -> np.ndarray:
-        """Tell which metadata means nothing."""
+        """Tell which metadata is invalid."""
         if self.chunk == 2:
             return ~np.isin(codes, _TF32)
         low, high = codes & 3, codes >> 2
@@ -72,7 +72,7 @@ class SparseMma:
         return (first[:, None] + found).reshape(16, -1)
 
     def multiply(self, words: list[np.ndarray], masks: list[Poison], columns: np.ndarray) -> tuple:
-        """Return D's registers and their poison, in turns. What B has beside the chosen columns does not matter."""
+        """Return D's registers and their poison, in turns. B's other columns do not matter."""
         na, nb = self.packed.a_count, self.full.b_count
         a = self.packed.matrix_a(self.packed.unpack(words[:na], self.full.kinds[0]))
         b = self.full.matrix_b(self.full.unpack(words[na : na + nb], self.full.kinds[1]))

@@ -196,7 +196,7 @@ FP8_FRACTION_BITS = 13
 #: Exponents of subnormal numbers.
 _LEAST_EXPONENT = {"e4m3": -6, "e5m2": -14}
 _NOTHING = -200
-_COLUMNS = 64  # at a time: what the caches hold
+_COLUMNS = 64  # elements at a time, which fit into the caches
 _LEAST_UNIT = -126  # so that units, and their inverses, are normal numbers
 
 
@@ -220,7 +220,7 @@ def add_fp8_products(a: np.ndarray, b: np.ndarray, before: np.ndarray | None, ki
     unit = _unit(exponent)
     terms = np.ascontiguousarray(a.T)[:, :, None] * np.ascontiguousarray(b.T)[:, None, :]  # exact
     terms *= 1 / unit
-    total = np.trunc(terms, out=terms).sum(0)  # of 32 integers below 2**15, and one more: exact
+    total = np.trunc(terms, out=terms).sum(0)  # sum of 33 integers, 32 of them below 2**15: exact
     if before is not None:
         total += np.trunc(before / unit)
     total *= unit

@@ -21,7 +21,7 @@ _WRITER = "tcgen05.alloc"
 
 
 class Call:
-    """A collective call of two peer blocks: who asked for what, and (alloc) the first column that both got."""
+    """A collective call of two peer blocks: their requests, and (alloc) the first column that both got."""
 
     def __init__(self) -> None:
         self.asked: dict[int, tuple] = {}

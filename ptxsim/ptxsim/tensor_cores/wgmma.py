@@ -256,7 +256,7 @@ def _operand(
 
 
 def _parts(operation: Operation, words: np.ndarray, own: bool) -> Iterator[tuple]:
-    """Yield who issued an operation, with what it may rely on, and the words that it must see."""
+    """Yield the issuers of an operation, the clocks that it may rely on, and the words that it must see."""
     for warp, view in operation.views:
         share = words.reshape(4, -1)[warp.index % 4] if own else words
         yield (warp.agent, view, Where(warp, operation.form.ins)), share
@@ -332,7 +332,7 @@ def _accumulate(
 
 
 def _take_registers(acc: Accumulator) -> None:
-    """Take the accumulator's value, and its poison, from what the registers held when the products were issued."""
+    """Take the accumulator's value and poison from the registers as they were when the products were issued."""
     rows, bad = [], None
     for w in range(4):
         values, mask = acc.fresh[w]

@@ -148,7 +148,7 @@ def _access(role: str, shape: str, kind: str, layout: str) -> Access:
 
 # ---- what a fragment is --------------------------------------------------------------------------------------------
 def _name(W: Warp, values: tuple | list, tag: tuple) -> None:
-    """Remember what fragment some registers belong to; who changes them makes others."""
+    """Remember the fragment of some registers; changed registers belong to none."""
     table = W.state.setdefault("wmma", {})
     for value in values:
         key = id(value)
@@ -183,7 +183,7 @@ def _wmma(cg: Codegen, ins: Instr, mods: Mods) -> None:
 
 
 def _shape(mods: Mods) -> str:
-    """Take the modifiers that all have; return the shape."""
+    """Take the modifiers that all forms have; return the shape."""
     mods.choose("sync")
     mods.choose("aligned")
     shape = next((m for m in mods.left if re.fullmatch(r"m\d+n\d+k\d+", m)), "")

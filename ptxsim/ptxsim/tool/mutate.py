@@ -1,4 +1,4 @@
-"""Plants bugs in a kernel, one at a time, and tells which the simulator (or the result) catches.
+"""Plants bugs in a kernel, one at a time, and tells which bugs the simulator (or the result) catches.
 
 A bug is a fence, barrier, wait, commit or arrival that is missing, or a count that is off by one. A test that launches
 the kernel and compares its results is run on each: one that nothing notices is a hole in the test, in the simulator, or
@@ -186,7 +186,7 @@ def mutate(module: Module, kernel: str, tests: Sequence[Callable[[Module], Repor
 
 
 def _missed(reports: Sequence[Report | None]) -> set[int]:
-    """Return the lines that no report tells to be executed (none where a report is missing)."""
+    """Return the lines that no report counts as executed (none if a report is missing)."""
     if not reports or any(report is None for report in reports):
         return set()
     return set.intersection(*({place.line for place in report.missed} for report in reports))

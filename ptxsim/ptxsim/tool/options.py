@@ -41,7 +41,7 @@ def dims(text: str) -> tuple[int, ...]:
 
 
 def rules_help() -> str:
-    """Return the rules that ``--allow`` takes, each with what breaks it."""
+    """Return the rules that ``--allow`` accepts, each with a description of its breach."""
     width = max(map(len, RULES)) + 4
     lines = [
         textwrap.fill(text, COLUMNS, initial_indent=f"  {name}".ljust(width), subsequent_indent=" " * width)
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         self.intermixed = intermixed
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse what a command is given."""
+        """Parse a command's arguments."""
         if not self.intermixed:
             return super().parse_known_args(args, namespace)
         self.intermixed = False  # argparse calls this method again for options and for arguments

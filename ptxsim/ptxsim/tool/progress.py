@@ -1,4 +1,4 @@
-"""A line on the terminal that tells how far a long launch is."""
+"""A line on the terminal that shows the progress of a long launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _DELAY, _EVERY = 2.0, 0.5
 
 
 class ProgressLine:
-    """Pass it as ``launch(..., progress=ProgressLine(sys.stderr))``; it says nothing of launches that are short."""
+    """Pass it as ``launch(..., progress=ProgressLine(sys.stderr))``; it stays silent in short launches."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream

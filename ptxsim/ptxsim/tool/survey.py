@@ -1,4 +1,4 @@
-"""Survey of what a kernel needs and the simulator lacks: every unknown form, not only the first."""
+"""Survey of the forms that a kernel needs and the simulator lacks: all of them, not only the first."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Block:
         self.live_in = self.live_out = 0  # registers by their bits: such sets are joined at the speed of integers
 
     def with_instrs(self, instrs: list[Instr]) -> Block:
-        """Return the block with other instructions that branch as those here do, and keep no more registers alive."""
+        """Return the block with other instructions, which must branch alike and keep no more registers alive."""
         other = copy.copy(self)
         other.instrs, first = instrs, instrs[0]
         other.gather = first if OPS[first.op].is_collective(first) else None

@@ -258,7 +258,7 @@ class Codegen:
         return self.merged[names]
 
     def lanes_only(self, mask: str) -> str:
-        """Return the local that holds a mask without what it knows of single bits."""
+        """Return the local that holds a mask without its knowledge of single bits."""
         if mask not in self.lanes:
             self.lanes[mask] = self._only_lanes(f"{mask} if {mask}.__class__ is not Bits else {mask}.whole")
         return self.lanes[mask]
@@ -313,7 +313,7 @@ class Codegen:
         self.dirty[dst.index] = dst
 
     def named(self, expr: str, stem: str) -> str:
-        """Return a local that holds an expression; one that is a name already (each is given once) needs no other."""
+        """Return a local that holds an expression; an expression that is a name already needs no new local."""
         if expr.isidentifier() and expr != "None":
             return expr
         name = self.name(stem)
@@ -331,7 +331,7 @@ class Codegen:
         return f"where({pred}, {expr}, {old})", merged
 
     def guard_value(self) -> tuple[str, str]:
-        """Return the local that holds the guard's truth value, and the one of its poison ('' where it has none)."""
+        """Return the locals that hold the guard's truth value and its poison ('' if it has none)."""
         guard = self.ins.guard
         saved, self.sources = self.sources, []
         value = self.src(guard, "pred")
@@ -396,7 +396,7 @@ class Codegen:
             self.out(operand, type_name, value, mask)
 
     def check(self, ins: Instr) -> None:
-        """Emit an instruction only to see that it can be; what its operands make impossible is an unknown form."""
+        """Emit an instruction as a trial; operands that cannot be emitted make it an unknown form."""
         try:
             if OPS[ins.op].kind == "term":
                 self._terminator(ins, self.cfg.blocks[0])

@@ -164,7 +164,7 @@ def _lower_return(ins: Instr, return_label: str | None) -> Instr:
 
 
 def _operands(ins: Instr) -> tuple[list, Any, list]:
-    """Return what a call gives back, whom it calls, and with what."""
+    """Return a call's results, callee and arguments."""
     args = list(ins.args)
     returns = list(args.pop(0).items) if args and isinstance(args[0], Vec) else []
     callee = args.pop(0)
@@ -258,7 +258,7 @@ def _inline_call(module: ModuleIR, ins: Instr, out: Lowered, stack: tuple[str, .
 def _bind(
     formal: Param, given: Any, out: Lowered, regs: dict[Reg, Reg], names: dict[str, str], ins: Instr
 ) -> tuple[list[Instr], list[Instr]]:
-    """Connect a formal parameter with what the call gives; return copies before and after the body."""
+    """Connect a formal parameter with the call's argument; return copies before and after the body."""
     if formal.reg is None and isinstance(given, Sym):
         names[formal.name] = given.name
         return [], []

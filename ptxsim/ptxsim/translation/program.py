@@ -205,7 +205,7 @@ class Program:
     def early_use(self, load: Instr) -> Instr | None:
         """Return the first instruction that uses registers of a tcgen05.ld and may run before a tcgen05.wait::ld.
 
-        Instructions that only move or pack them are none; what they write counts as the load's.
+        Instructions that only move or pack the registers are not uses; the registers they write count as the load's.
         """
         if load not in self._early:
             self._early[load] = self._search_use(load)
@@ -214,7 +214,7 @@ class Program:
     def early_release(self, load: Instr) -> Instr | None:
         """Return the first instruction that tells others of a tcgen05.ld's end and may run before a tcgen05.wait::ld.
 
-        Compilers move arithmetic and stores ahead of the wait, but not it behind a barrier: there is none.
+        Compilers move arithmetic and stores ahead of the wait, but never move the wait behind a barrier.
         """
         if load not in self._released:
             self._released[load] = self._search_release(load)
@@ -328,7 +328,7 @@ class Program:
 
 
 def _replaced(ins: Instr, by: Instr | None) -> Instr:
-    """Return what is executed instead of an instruction; the guard of one that is guarded by a branch stays there."""
+    """Return the replacement of an instruction; a guard that became a branch stays there."""
     if by is None:
         return ins
     guard, negated = (ins.guard, ins.guard_neg) if by.guard else (None, False)
@@ -338,7 +338,7 @@ def _replaced(ins: Instr, by: Instr | None) -> Instr:
 
 
 def shape(ins: Instr) -> tuple:
-    """Return what decides whether an instruction is known: all but which registers and addresses it names."""
+    """Return the form that decides whether an instruction is known: all but its registers and addresses."""
     forms = [arg.type if arg.__class__ is Reg else _form(arg) for arg in ins.args]
     return ins.op, tuple(ins.mods), ins.guard is None, *forms
 

@@ -79,7 +79,7 @@ class Mods:
         self.ins, self.kernel, self.left = ins, kernel, list(ins.mods)
 
     def flag(self, *names: str) -> bool:
-        """Take a modifier if it is there (any of several spellings)."""
+        """Take a modifier if present (any of several spellings)."""
         for name in names:
             if name in self.left:
                 self.left.remove(name)
@@ -116,7 +116,7 @@ class Mods:
         return ""
 
     def args(self, *counts: int) -> list:
-        """Return the operands, checking how many there are."""
+        """Return the operands, after a check of their number."""
         if len(self.ins.args) not in counts:
             self.fail(f"takes {' or '.join(map(str, counts))} operands, has {len(self.ins.args)}")
         return self.ins.args

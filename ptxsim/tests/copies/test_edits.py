@@ -180,7 +180,7 @@ def test_discard() -> None:
     ],
 )
 def test_bulk_prefetch(place: str, size: int, why: str) -> None:
-    """It changes nothing, but what it names must be there."""
+    """It changes nothing, but its operands must be valid."""
     array = np.arange(64, dtype="u4")
     expected = pytest.raises(ptxsim.MemoryFault, match=why) if why else contextlib.nullcontext()
     with expected:

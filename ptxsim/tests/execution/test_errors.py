@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (lines of PTX and CUDA are kept whole)
-"""What must be refused: unknown instructions, faults, poison, races, misuse of barriers."""
+"""Errors that the simulator must report: unknown instructions, faults, poison, races, misuse of barriers."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def test_global_races_between_blocks() -> None:
 
 
 def test_a_body_is_parsed_when_its_kernel_is_used() -> None:
-    """What is wrong with one kernel of a library is no matter for another."""
+    """An error in one kernel of a library does not affect other kernels."""
     other = ".visible .entry other()\n{\nadd.u32 %r1, %nope, 1;\nret;\n}\n"
     module = ptxsim.Module(body("").ir.text + other)
     module.launch("k", 1, 32, [])

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (lines of PTX are kept whole)
-"""What production kernels do and the ISA allows: each ran into a false alarm, an error or a hang once."""
+"""Patterns of production kernels that the ISA allows: each caused a false alarm, an error or a hang once."""
 
 from __future__ import annotations
 

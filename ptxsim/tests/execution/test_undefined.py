@@ -72,7 +72,7 @@ UNSURE = "setp.eq.u32 %p1, %t8, 0; mov.u32 %d, 5; mov.u32 %t1, 1; "
     ],
 )
 def test_a_branch_that_decides_nothing_that_is_stored(code: str) -> None:
-    """As attention kernels compare what rows beyond a sequence's end hold."""
+    """Attention kernels compare the rows beyond a sequence's end in this way."""
     assert run(UNSURE + code, [ONES], np.zeros(32, "u4")).tolist() == [5] * 32
     with pytest.raises(ptxsim.PoisonError, match="global store"):
         run(UNSURE + code + "add.u32 %d, %t1, 0;", [ONES], np.zeros(32, "u4"))

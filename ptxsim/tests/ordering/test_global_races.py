@@ -70,7 +70,7 @@ def test_loads(kind: str, mode: str) -> None:
         launch(store + RAISE, POLL + fence + load, mode)
     for fence in ("", "fence.proxy.async.shared::cta;"):
         races("no proxy fence makes it visible", store + fence + RAISE, POLL + load, mode)
-    # What was read may be overwritten after the mbarrier has completed, not before.
+    # Bytes that were read may be overwritten after the mbarrier has completed, not before.
     launch(load + RAISE, POLL + store, mode)
     races("byte 64 of array.*may still read", EXPECT + LOADS[kind] + RAISE + WAIT, POLL + store, mode)
 
@@ -149,7 +149,7 @@ READER = (
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("adder", ADDERS)
 def test_every_reduction_must_be_ordered_before_a_read(adder: str, mode: str) -> None:
-    """That the last of them is does not do for the others: reductions do not order one another."""
+    """An ordered last reduction does not order the earlier ones: reductions do not order one another."""
     add = ADDERS[adder]
     both = READER.replace("{told}", "2").replace("{add}", add + TOLD)
     assert launch(add + TOLD, both, mode, 3)[48] == 16 + 10

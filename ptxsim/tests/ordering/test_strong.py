@@ -190,7 +190,7 @@ MASKED = [
 
 @pytest.mark.parametrize(("first", "second", "message"), MASKED, ids=lambda x: str(x))
 def test_a_strong_access_does_not_hide_another(first: str, second: str, message: str | None) -> None:
-    """What a warp's own strong access leaves behind does not order it after another warp's."""
+    """A warp's own strong access does not order it after another warp's access."""
     spin = "mov.u32 %r9, 0; W: add.u32 %r9, %r9, 1; setp.lt.u32 %p2, %r9, 500; @%p2 bra W;"
     code = (
         "setp.eq.u32 %p3, %r0, 0; @%p3 st.shared.u32 [%r2], 0; bar.sync 0; setp.ge.u32 %p1, %r0, 32; @%p1 bra R;"
@@ -233,7 +233,7 @@ def test_a_fence_acquires_within_its_scope_only() -> None:
                 launch(code, 2, 1, race_global=True)
 
 
-#: What the second block does to the flag once it has seen 1, and whether the first block's release reaches who sees 2.
+#: The second block's update of the flag after it saw 1, and whether readers of 2 acquire the first block's release.
 CHAINS = [
     ("atom.relaxed.gpu.global.add.u32 %r9, [%rd1+32], 1;", True),
     ("red.relaxed.gpu.global.add.u32 [%rd1+32], 1;", True),

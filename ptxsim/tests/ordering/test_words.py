@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (lines of PTX are kept whole)
-"""What the race detector remembers: every byte of a word, and every generation of a named barrier."""
+"""The race detector remembers every byte of a word and every generation of a named barrier."""
 
 from __future__ import annotations
 

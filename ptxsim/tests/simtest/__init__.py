@@ -1,4 +1,4 @@
-"""What the tests of ptxsim share: programs, compilers, references, golden cases and mutants."""
+"""Shared code of ptxsim's tests: programs, compilers, references, golden cases and mutants."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (lines of PTX are kept whole)
-"""One tcgen05.mma of random operands, and what it must give."""
+"""One tcgen05.mma of random operands, and its expected result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from simtest.umma import TYPES, Tile, as_cells, descriptor, execute, from_cells,
 
 
 class Case:
-    """One MMA: random operands and accumulator, where they lie, and what comes out."""
+    """One MMA: random operands and accumulator, their places, and the result."""
 
     def __init__(
         self, m: int = 128, n: int = 32, group: int = 1, ws: bool = False, half: int = 0, a: str = "bf16", b: str | None = None,

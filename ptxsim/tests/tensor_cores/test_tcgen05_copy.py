@@ -93,7 +93,7 @@ def test_decompressing_copy(form: str, source: str, kind: str, shift: int) -> No
 
 @pytest.mark.parametrize(("kind", "source"), [("e3m2", "b6x16_p32"), ("e2m3", "b6x16_p32"), ("e2m1", "b4x16_p64")])
 def test_decompressed_a_multiplies(kind: str, source: str) -> None:
-    """What a decompressing copy writes is what the MMA reads: cp then mma, which the ISA orders."""
+    """The MMA reads the output of a decompressing copy: the ISA orders cp before mma."""
     case = Case(a=kind, b="e4m3", in_tmem=True)
     codes = random_codes(kind, RNG, 128, 32)
     tile = Tile(kind, codes, "32B", False, -(-len(case.images[0]) // 1024) * 1024)

@@ -137,7 +137,7 @@ def at(role: str, shape: str, kind: str, lane: int) -> list[list[tuple[int, int]
 
 
 def test_fragments_are_those_of_ptxas() -> None:
-    """What ptxas 13.0 loads for sm_90 into each register of lane 5, which is (g, c) = (1, 1)."""
+    """Elements that ptxas 13.0 for sm_90 loads into each register of lane 5, (g, c) = (1, 1)."""
     assert at("a", "m16n16k16", "f16", 5) == [[(r, k), (r, k + 1)] for k in (2, 10) for r in (1, 9)]
     assert at("b", "m16n16k16", "f16", 5) == [[(k, n), (k + 1, n)] for n in (1, 9) for k in (2, 10)]
     assert at("c", "m16n16k16", "f16", 5) == [[(r, n), (r, n + 1)] for n in (2, 10) for r in (1, 9)]

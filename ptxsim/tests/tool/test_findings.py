@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (lines of PTX are kept whole)
-"""What a finding says: both sides of a race, source lines, synchronisations, origins; rules by name; going on; watching."""
+"""Findings: both sides of a race, source lines, synchronisations, origins; rules by name; going on; watching."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_source_lines_of_calls_around_an_inlined_instruction() -> None:
 
 
 def test_frames_of_libraries_are_left_out_of_long_chains() -> None:
-    """Of CUTLASS's layers little is to be learnt; the kernel's own main loop stands between them."""
+    """CUTLASS's layers say little; the report shows the kernel's own main loop between them."""
     files = {20: 2, 21: 2, 22: 1, 23: 2, 24: 2}
     deep = "".join(
         f".loc {files.get(k, 1)} {k} 1, function_name $L__a, inlined_at {files.get(k + 1, 1)} {k + 1} 1\n"

@@ -17,7 +17,7 @@ LAYERS = (
 )  # fmt: skip
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 LAZY = {("__main__", "host")}
-"""What is imported in a function, for the time that it takes."""
+"""Imports inside functions, which save time at start."""
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:

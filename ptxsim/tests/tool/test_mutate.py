@@ -107,7 +107,7 @@ SURVIVORS = Counter(
 
 
 def test_every_bug_of_a_gemm() -> None:
-    """Only what another step implies survives: each of those is named here, with the reason."""
+    """Only steps that another step implies survive; each is listed here with the reason."""
     rng = np.random.default_rng(0)
     a, b = bf16(rng, 64, 320), bf16(rng, 64, 320)
 

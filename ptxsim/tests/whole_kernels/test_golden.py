@@ -48,7 +48,7 @@ def test_the_readme_counts_the_recordings(recorded: dict[str, np.ndarray]) -> No
 
 
 def test_another_gpu_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What ``python -m simtest.golden compare`` says of outputs that agree, and of one that does not."""
+    """Output of ``python -m simtest.golden compare`` for outputs that agree, and for one that differs."""
     some = [case for case in cases() if case.name.startswith("add")][:3]
     (tmp_path / "cases.pickle").write_bytes(pickle.dumps(some))
     outputs = {f"{case.name} #{k}": out for case in some for k, out in enumerate(simulate(case))}

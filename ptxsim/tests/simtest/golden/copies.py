@@ -155,7 +155,7 @@ def store_case(rng: np.random.Generator, name: str, reduction: str, dtype: int, 
     return Case(name, text, "k", 1, 32, [tmap, ("array", 1)], [array, image], outputs=[0])
 
 
-#: What a kernel replaces in a map of 32-bit floats of 32 x 10: fields, and the first coordinate of the tile it loads.
+#: Replacements by a kernel in a map of 32-bit floats of 32 x 10: fields, and the first coordinate of the tile it loads.
 EDITS = {
     "address": ("global_address.shared::cta.b1024.b64 [%r15], %d2", 0),
     "extent": ("global_dim.shared::cta.b1024.b32 [%r15], 0, 5; global_dim.shared::cta.b1024.b32 [%r15], 1, 3", 0),
@@ -195,7 +195,7 @@ def edit_case(rng: np.random.Generator, name: str, fields: str, x: int, size: in
     return Case(name, text, "k", 1, 32, [tmap, ("array", 1), ("array", 0), ("array", 2)], data, outputs=[2])
 
 
-# What the ISA leaves open: first coordinates that are no multiple of 16 bytes, negative ones, rows below the swizzle's span.
+# Open in the ISA: first coordinates that are no multiple of 16 bytes, negative ones, rows below the swizzle's span.
 CORNERS = [
     (1, [40], [16], [8], 0), (1, [40], [16], [-8], 0), (1, [40, 8], [16, 4], [1, 0], 0), (7, [32, 8], [16, 4], [-1, 0], 0),
     (7, [32, 8], [32, 4], [1, 1], 3), (0, [64, 8], [32, 4], [3, 0], 0), (4, [16, 8], [8, 4], [1, 0], 0), (1, [40, 8], [16, 4], [4, 2], 0),

@@ -1,4 +1,4 @@
-"""What Triton 3.9.0 has compiled: PTX and descriptions of the kernels in kernels.py."""
+"""Output of Triton 3.9.0: PTX and descriptions of the kernels in kernels.py."""
 
 from pathlib import Path
 
