@@ -45,10 +45,10 @@ import mla_cupy.torch as mla
 from mla_cupy.transformers import add_indexer, indexer_parameters, indexer_warmup, patch, sparse_training, unpatch
 
 VOCABULARY, SEGMENT, REPEAT, IGNORED = 512, 256, 257, -100  # the first 256 tokens are bytes
-NAMES = range(258, VOCABULARY)  # of facts, and their values
+SUBJECTS, VALUES = 14, 16  # a token for each question, each answer, and each fact
+ASKED, ANSWER, TOLD = 258, 258 + SUBJECTS, 258 + SUBJECTS + VALUES
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = {"text": 0.3, "copy": 0.1, "recall": 0.6}
-SHORT_KINDS = {"recall": 1.0}  # of short rows: what needs most steps to learn
 # Parts of --budget. No command takes longer than ten minutes with a budget of 25.
 SHARES = {
     "dense": 0.38,
@@ -79,7 +79,7 @@ class Size:
     steps: dict[str, int] = field(
         default_factory=lambda: {"dense": 8000, "warmup": 1200, "sparse": 3000, "compare": 20}
     )
-    early: dict[int, int] = field(default_factory=lambda: {16: 700, 4: 1000})  # steps with short rows
+    early: dict[int, int] = field(default_factory=lambda: {16: 600, 4: 900})  # steps with short rows teach copying
     every: int = 50
     rows: int = 16  # of a validation set
     needles: int = 64
@@ -88,7 +88,7 @@ class Size:
 
 QUICK = Size(
     length=128,
-    batch=4,
+    batch=8,
     topk=16,
     hidden=128,
     layers=2,
@@ -96,13 +96,13 @@ QUICK = Size(
     q_rank=64,
     inner=256,
     index_heads=4,
-    rate=4e-3,
+    rate=2e-3,
     rate_of_indexers=1e-2,
-    steps={"dense": 300, "warmup": 50, "sparse": 15, "compare": 3},
+    steps={"dense": 350, "warmup": 50, "sparse": 15, "compare": 3},
     early={},
     every=25,
     rows=4,
-    needles=4,
+    needles=8,
     lengths=(64, 128),
 )
 
@@ -168,37 +168,38 @@ def copy_row(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int) -> tu
     return np.array(ids[:n]), np.array(labels[:n])
 
 
-def facts_of(rng: np.random.Generator, count: int = len(NAMES)) -> list[list[int]]:
-    """Facts: different names, each with another name as its value."""
-    return [[NAMES[name], NAMES[rng.integers(len(NAMES))]] for name in rng.permutation(len(NAMES))[:count]]
-
-
 def recall_row(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int) -> tuple[Any, Any]:
-    """A text with facts in it; where a name comes again, its value is to be predicted."""
+    """A text with facts, each one token for a subject and its value; questions for subjects, and their answers."""
     filler, _ = text_row(rng, text, n)
+    values, new = rng.integers(VALUES, size=SUBJECTS), rng.permutation(SUBJECTS).tolist()
     ids: list[Any] = []
     labels: list[Any] = []
-    facts, known = facts_of(rng), 0
-    gap = int(n / 64 * (n / 256) ** rng.random())  # short rows are dense: matching is learnt there first
+    known: list[int] = []
+    gap = int(4 * (n / 64) ** rng.random())
     while len(ids) < n:
-        again = known == len(facts) or (known and rng.random() < 0.6)
-        back = int(np.exp(rng.uniform(0, np.log(known + 1)))) if again else 0  # as often far as near
-        name, value = facts[known - back]
-        known += not again
-        piece = filler[len(ids) : len(ids) + int(rng.integers(gap + 1))].tolist()
-        ids += [name, value, *piece]
-        labels += [IGNORED, value if again else IGNORED, *[IGNORED] * len(piece)]
+        if new and (not known or rng.random() < 0.4):
+            known.append(new.pop())
+            ids += [TOLD + known[-1] * VALUES + values[known[-1]]]
+            labels += [IGNORED]
+        else:
+            subject = known[rng.integers(len(known))]
+            ids += [ASKED + subject, ANSWER + values[subject]]
+            labels += [IGNORED, ANSWER + values[subject]]
+        piece = filler[len(ids) : len(ids) + int(rng.integers(gap))].tolist()
+        ids += piece
+        labels += [IGNORED] * len(piece)
     return np.array(ids[:n]), np.array(labels[:n])
 
 
 def needle_prompt(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int) -> tuple[Any, Any]:
-    """Text of n bytes with up to eight facts at random places, and one of their names at its end; and its value."""
-    facts = facts_of(rng, min(8, n // 16))
-    name, value = facts[int(rng.integers(len(facts)))]
-    filler, _ = text_row(rng, text, n - sum(map(len, facts)) - 1)
-    *parts, last = np.split(filler, np.sort(rng.integers(0, len(filler), len(facts))))
-    mixed = [x for part, told in zip(parts, facts, strict=True) for x in (*part, *told)]
-    return np.array([*mixed, *last, name]), np.array([value])
+    """Text of n bytes with up to eight facts at random places, and a question for one of them; and its answer."""
+    subjects = rng.permutation(SUBJECTS)[: min(8, n // 16)]
+    values = rng.integers(VALUES, size=len(subjects))
+    filler, _ = text_row(rng, text, n - len(subjects) - 1)
+    facts = TOLD + subjects * VALUES + values
+    mixed = np.insert(filler, np.sort(rng.integers(0, len(filler), len(subjects))), facts)
+    asked = int(rng.integers(len(subjects)))
+    return np.append(mixed, ASKED + subjects[asked]), np.array([ANSWER + values[asked]])
 
 
 ROWS = {"text": text_row, "copy": copy_row, "recall": recall_row}
@@ -219,8 +220,7 @@ class Batches(torch.utils.data.Dataset):  # type: ignore[misc]
     def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         rng, text = np.random.default_rng([*self.seed, number]), corpus()[self.validates]
         parts = self.parts(number)
-        of = SHORT_KINDS if parts > 1 else self.kinds
-        kinds = rng.choice(list(of), parts * self.size.batch, p=list(of.values()))
+        kinds = rng.choice(list(self.kinds), parts * self.size.batch, p=list(self.kinds.values()))
         rows = [ROWS[kind](rng, text, self.size.length // parts) for kind in kinds]
         ids, labels = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
         return ids, labels
