@@ -88,7 +88,7 @@ class Size:
 
 QUICK = Size(
     length=128,
-    batch=8,
+    batch=4,
     topk=16,
     hidden=128,
     layers=2,
@@ -96,13 +96,13 @@ QUICK = Size(
     q_rank=64,
     inner=256,
     index_heads=4,
-    rate=2e-3,
+    rate=4e-3,
     rate_of_indexers=1e-2,
-    steps={"dense": 350, "warmup": 50, "sparse": 15, "compare": 3},
+    steps={"dense": 300, "warmup": 50, "sparse": 15, "compare": 3},
     early={},
     every=25,
     rows=4,
-    needles=8,
+    needles=4,
     lengths=(64, 128),
 )
 
