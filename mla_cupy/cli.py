@@ -124,7 +124,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     _add_archs(command)
     _add_jobs(command)
     _add_selection(add("list", _list, "list the kernels, their variants, and which of them are built"))
-    add("formats", _formats, "show the records of paged caches, byte by byte")
+    add("formats", _formats, "describe the formats of paged caches, byte by byte")
     add("clear-cache", _clear_cache, "delete the compiled kernels of the cache")
     demo = add("demo", _demo, "run kernels on the GPU, or simulated without one, and check them")
     if arguments[:1] == ["demo"]:
@@ -132,10 +132,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     selftest.add_arguments(
         add("selftest", selftest.run, "try instructions, then kernels, on a GPU or simulated", json_too=False)
     )
-    engines = add("engines", _engines, "check whether the installed vLLM and SGLang are served")
+    engines = add("engines", _engines, "check whether the plugins support the installed vLLM and SGLang")
     if arguments[:1] == ["engines"]:
         _engines_module().add_arguments(engines)
-    transformers = add("transformers", _transformers, "say what is served of a model of Hugging Face transformers")
+    transformers = add("transformers", _transformers, "show which calls of a transformers model the kernels support")
     if arguments[:1] == ["transformers"]:
         _transformers_module().add_arguments(transformers)
     add("sim", _demo, "run PTX in the simulator: see `mla-cupy sim --help`", json_too=False)
