@@ -113,9 +113,10 @@ def prefill(
     -----
     Every rank, even one without tokens, must make the same calls in the same order.
 
-    The result is the same in every run. Each rank adds the gradients of its latents in float32, in the order of the
-    ranks, after an all-to-all, which moves as many bytes as a reduce-scatter. The gradients of `parameters` cover
-    this rank's queries alone: add them up over the group, as for data parallelism.
+    The result is the same in every run. Gradients of latents travel in the dtype of the latents, so each rank's part is
+    rounded once. The owner adds the parts in float32, in the order of the ranks, after an all-to-all, which moves as
+    many bytes as a reduce-scatter. The gradients of `parameters` cover this rank's queries alone: add them up over the
+    group, as for data parallelism.
 
     For each token, a rank sends and receives `2 * (d_c + 64)` bytes in the forward, and twice as many in the backward,
     which gathers the latents again. Merged results are float32 until the end. Derivatives of the gradients, forward
