@@ -21,6 +21,7 @@ from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.worker.workspace import current_workspace_manager
 
+from mla_cupy import indexer_select_paged
 from mla_cupy.integrations.probe import absent
 from mla_cupy.torch import indexer_logits, indexer_logits_paged, indexer_topk
 
@@ -31,6 +32,8 @@ TAKEN = (
     *("skip_k_cache_insert", "use_pcp"),
 )
 """Leading parameters of vLLM's operator, which runs where ours cannot."""
+FEW = 8
+"""Tokens of a step of decode up to which one call selects: on Hopper it is one launch for short block tables."""
 CHUNK = (
     *("block_table", "cu_seqlen_ks", "cu_seqlen_ke", "cu_seq_lens", "total_seq_lens", "token_start", "token_end"),
     "skip_kv_gather",
@@ -139,8 +142,12 @@ def _select_of_decode(
     b = len(decode.decode_lens)
     seqlens = decode.seq_lens[:b].reshape(b, -1)
     query, of_heads = q[:tokens].unflatten(0, (b, -1)), weights[:tokens].float().unflatten(0, (b, -1))
-    logits = indexer_logits_paged(query, cache, of_heads, seqlens, decode.block_table, clean=False)
-    _keep(selected[:tokens, :count], logits.flatten(0, 1), count, ke=seqlens.reshape(-1))
+    scored, indices = (query, cache, of_heads, seqlens, decode.block_table), selected[:tokens, :count]
+    if tokens <= FEW:
+        indexer_select_paged(*scored, topk=count, slots=False, indices=indices.unflatten(0, (b, -1)))
+    else:
+        logits = indexer_logits_paged(*scored, clean=False)
+        _keep(indices, logits.flatten(0, 1), count, ke=seqlens.reshape(-1))
 
 
 def _keep(indices: torch.Tensor, logits: torch.Tensor, count: int, **ranges: Any) -> None:

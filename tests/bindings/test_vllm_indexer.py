@@ -160,10 +160,11 @@ def expected(q: Any, weights: Any, keys: Any, scales: Any, table: Any, length: i
     return np.concatenate([best, np.full(COUNT - len(best), -1)])
 
 
-@pytest.mark.parametrize("s_q", [1, 2])
-def test_a_step(torch: Any, engine: Engine, s_q: int) -> None:
+@pytest.mark.parametrize(("s_q", "few"), [(1, 8), (2, 8), (2, 3)], ids=["1", "2", "2 in two calls"])
+def test_a_step(torch: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch, s_q: int, few: int) -> None:
     """Two requests decode, one of them with less than what is selected; two prompts, the first with a cached prefix."""
     plugin.register()
+    monkeypatch.setattr("mla_cupy.integrations.vllm_indexer.FEW", few)
     assert SparseAttnIndexer.registered["SparseAttnIndexer"].__name__ == "MlaCupyIndexer"
     assert engine.ops == ["vllm::sparse_attn_indexer", "vllm::mla_cupy_indexer"]
     rng = np.random.default_rng(5)
