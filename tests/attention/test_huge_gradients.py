@@ -80,7 +80,7 @@ def test_dense_backward(kernel: str, deterministic: bool) -> None:
     run_dense(kernel, deterministic, simulated(1, cc_of(kernel), mode="random"))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kernel", in_both_sizes(BACKWARD_KERNELS))
 def test_sparse_backward(kernel: str, deterministic: bool) -> None:

@@ -275,7 +275,7 @@ def run_beside(operation: str, kernel: str, option: str, place: AbstractContextM
 
 
 # ---- Tests -----------------------------------------------------------------------------------------------------
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("operation", "kernel"), [*KERNELS, *IN_99KB])
 def test_every_kernel(operation: str, kernel: str) -> None:
     run_first(candidates(operation, kernel))
@@ -287,6 +287,7 @@ def test_beside_other_options(operation: str, kernel: str, option: str) -> None:
     run_beside(operation, kernel, option, simulated(2, cc_of(kernel), mode="random"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("operation", "kernel"),
     [
