@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_cupy.parallel import Zigzag
+from mla_cupy.parallel.zigzag import CHUNK_TOKENS
 from mla_cupy.terminal import Table
 
 from ..core import environment
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=_counts, default=(32768, 131072), metavar="N[,N...]", help="sequence lengths")
     parser.add_argument("--worlds", type=_counts, default=(2, 8), metavar="N[,N...]", help="ranks")
     parser.add_argument("--heads", type=int, default=128, metavar="N", help="query heads (default %(default)s)")
-    parser.add_argument("--chunk-tokens", type=int, default=16384, metavar="N", help="as for prefill()")
+    parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS, metavar="N", help="as for prefill()")
     parser.add_argument("--replays", type=int, default=3, metavar="N", help="timed calls (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE.jsonl", help="append one JSON object per row")
     parser.add_argument("--tag", default="", help="a text to store in every row")
