@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Hashable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,7 @@ from mla_cupy.torch.parallel.links import Links, gather_rows, is_capturing
 _TEXT_BYTES = 256
 _MOST_CALLS = 1024
 """Number of calls that a group remembers; then all of its ranks forget all of them."""
-_compared: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+_compared: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
 
 
 def agree(links: Links, call: str, zigzag: Zigzag, rows: torch.Tensor, needs_grad: bool, options: str = "") -> None:
@@ -43,24 +44,27 @@ def agree(links: Links, call: str, zigzag: Zigzag, rows: torch.Tensor, needs_gra
     """
     if links.world == 1 or is_capturing():
         return
-    mine = _described(call, zigzag, rows, needs_grad and torch.is_grad_enabled(), options)
+    described = (call, zigzag, tuple(rows.shape[1:]), rows.dtype, needs_grad and torch.is_grad_enabled(), options)
     known = _compared.setdefault(links.group or dist.group.WORLD, set())
-    if mine in known:
+    if described in known:
         return
+    mine = _text(*described)
     for rank, theirs in enumerate(_gathered(links, mine, rows.device)):
         if theirs != mine:
             remedy = "make the same calls in the same order on every rank"
             raise ParallelError(explain("the call", f"{theirs} on rank {rank}", f"{mine}, as on this rank", remedy))
     if len(known) == _MOST_CALLS:
         known.clear()
-    known.add(mine)
+    known.add(described)
 
 
-def _described(call: str, zigzag: Zigzag, rows: torch.Tensor, has_gradients: bool, options: str) -> str:
+def _text(
+    call: str, zigzag: Zigzag, shape: tuple[int, ...], dtype: torch.dtype, has_gradients: bool, options: str
+) -> str:
     """A short text that differs, almost surely, between calls that do not fit together."""
     lengths = zlib.crc32(repr(zigzag.lengths).encode())
     of = f"{zigzag.tokens} tokens in {len(zigzag.lengths)} sequences (checksum {lengths:08x})"
-    kind = " ".join([*map(str, rows.shape[1:]), str(rows.dtype).removeprefix("torch.")])
+    kind = " ".join([*map(str, shape), str(dtype).removeprefix("torch.")])
     return f"{call} of {of}, rows of {kind}, {'with' if has_gradients else 'no'} gradients{options}"
 
 
