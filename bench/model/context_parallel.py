@@ -131,6 +131,12 @@ MEASURED: tuple[tuple[int, int, int, float, float], ...] = (
     (131072, 1, 0, 1034.2, 4124.9),
     (131072, 2, 16384, 556.0, 2220.6),
     (131072, 8, 16384, 150.3, 586.8),
+    (32768, 1, 0, 65.1, 270.2),
+    (32768, 2, 32768, 39.8, 154.7),
+    (32768, 8, 32768, 11.4, 47.7),
+    (131072, 1, 0, 1046.0, 4163.1),
+    (131072, 2, 32768, 548.8, 2210.6),
+    (131072, 8, 32768, 148.5, 583.5),
 )
 """Tokens, ranks, tokens of a chunk, ms of the forward, and of forward and backward, of the slower rank without
 exchanges: one H200."""
