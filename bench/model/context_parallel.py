@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_cupy.errors import explain
+from mla_cupy.parallel.zigzag import CHUNK_TOKENS
 from mla_cupy.terminal import Table
 
 from ..core.errors import BenchError
@@ -22,7 +23,6 @@ OPERATION = "context-parallel"
 SCHEMA_VERSION = 1
 LABEL = "predicted, not measured"
 HEADS, LATENT, NOPE, ROPE, VALUES = 128, 512, 128, 64, 128
-CHUNK_TOKENS = 16384
 WORLDS = (2, 4, 8, 16, 32, 64)
 TOKENS = (32768, 131072, 1048576)
 HOST_GPUS = 8
@@ -73,19 +73,19 @@ class Share:
         return self.compute_ms + self.exposed_ms
 
 
-def share(tokens: int, world: int, backward: bool, rates: ContextRates) -> Share:
+def share(tokens: int, world: int, backward: bool, rates: ContextRates, chunk_tokens: int = CHUNK_TOKENS) -> Share:
     """One rank's step; on one rank, plain attention."""
     compute = attention_ms(tokens, backward, rates) / world
     alone = expansion_ms(tokens, rates)
     if world == 1:
         return Share(1, tokens, backward, 0, compute + (2 if backward else 1) * alone, 0.0, 0.0, 0.0)
-    chunks = 2 * max(1, -(-tokens // (2 * CHUNK_TOKENS)))
+    chunks = 2 * max(1, -(-tokens // (2 * chunk_tokens)))
     compute += _EXPANSIONS[backward] * alone * (1 + 1 / world) + calls_ms(tokens / world, chunks, backward, rates)
     received = _EXCHANGES[backward] * tokens * (LATENT + ROPE) * _HALF * (world - 1) / world
     exchange = exchange_ms(received, world, rates) + _EXCHANGES[backward] * chunks * rates.exchange_start_us / _MS
-    each = exchange / chunks
-    hidden = compute / (chunks + 1)  # the calls of a chunk, or of a rank's own pieces
-    exposed = chunks * max(0.0, each - hidden) + (each / 2 if backward else 0.0)  # the last gradients find no attention
+    each, own = exchange / chunks, compute / (2 * world)  # attention of a rank's pieces to themselves
+    exposed = max(0.0, each - own) + (chunks - 1) * max(0.0, each - (compute - own) / chunks)
+    exposed += each / 2 if backward else 0.0  # the last gradients find no attention
     return Share(world, tokens, backward, chunks, compute, exchange, exposed, received)
 
 
@@ -124,20 +124,27 @@ def efficiency(parts: list[Share], single: list[Share]) -> float:
 
 # ---- Measured parts --------------------------------------------------------------------------------------------------
 
-MEASURED: tuple[tuple[int, int, float, float], ...] = (
-    (32768, 1, 64.4, 262.2),
-    (32768, 2, 39.1, 152.3),
-    (32768, 8, 11.5, 46.9),
-    (131072, 1, 1034.2, 4124.9),
-    (131072, 2, 556.0, 2220.6),
-    (131072, 8, 150.3, 586.8),
+MEASURED: tuple[tuple[int, int, int, float, float], ...] = (
+    (32768, 1, 0, 64.4, 262.2),
+    (32768, 2, 16384, 39.1, 152.3),
+    (32768, 8, 16384, 11.5, 46.9),
+    (131072, 1, 0, 1034.2, 4124.9),
+    (131072, 2, 16384, 556.0, 2220.6),
+    (131072, 8, 16384, 150.3, 586.8),
+    (32768, 1, 0, 65.1, 270.2),
+    (32768, 2, 32768, 39.8, 154.7),
+    (32768, 8, 32768, 11.4, 47.7),
+    (131072, 1, 0, 1046.0, 4163.1),
+    (131072, 2, 32768, 548.8, 2210.6),
+    (131072, 8, 32768, 148.5, 583.5),
 )
-"""Tokens, ranks, ms of the forward, and of forward and backward, of the slower rank without exchanges: one H200."""
+"""Tokens, ranks, tokens of a chunk, ms of the forward, and of forward and backward, of the slower rank without
+exchanges: one H200."""
 
 
-def compute_only(tokens: int, world: int, rates: ContextRates) -> tuple[float, float]:
+def compute_only(tokens: int, world: int, chunk_tokens: int, rates: ContextRates) -> tuple[float, float]:
     """Predict the same."""
-    forward, backward = (share(tokens, world, way, rates).compute_ms for way in (False, True))
+    forward, backward = (share(tokens, world, way, rates, chunk_tokens).compute_ms for way in (False, True))
     return forward, forward + backward
 
 
@@ -164,10 +171,11 @@ def run(json_file: Path | None, console: Console) -> int:
 def measured_table(rates: ContextRates) -> Table:
     """Measured times of a rank's calls on one GPU, and the model's."""
     title = "measured on one H200, exchanges left out, against the model"
-    table = tables.titled(title, "tokens", "GPUs", "forward ms", "model", "forward and backward ms", "model")
-    for tokens, world, forward, training in MEASURED:
-        found = compute_only(tokens, world, rates)
-        table.add_row(f"{tokens:,}", str(world), *(f"{x:,.1f}" for x in (forward, found[0], training, found[1])))
+    table = tables.titled(title, "tokens", "GPUs", "chunk", "forward ms", "model", "forward and backward ms", "model")
+    for tokens, world, chunk, forward, training in MEASURED:
+        found = compute_only(tokens, world, chunk, rates)
+        figures = (f"{x:,.1f}" for x in (forward, found[0], training, found[1]))
+        table.add_row(f"{tokens:,}", str(world), f"{chunk:,}" if chunk else "", *figures)
     return table
 
 

@@ -102,16 +102,16 @@ class ForwardRates:
 class ContextRates:
     """Rates of H200s that share out a sequence's tokens."""
 
-    forward_tflops: float = _figure(685.0, "TFLOP/s", "mla_prefill of 131,072 tokens, one H200", OWN)
-    backward_tflops: float = _figure(595.0, "TFLOP/s", "its backward, the same run", OWN)
-    product_tflops: float = _figure(600.0, "TFLOP/s", "products of 512 terms, which write 64 KB a token", GUESS)
+    forward_tflops: float = _figure(680.0, "TFLOP/s", "mla_prefill of 131,072 tokens, one H200", OWN)
+    backward_tflops: float = _figure(585.0, "TFLOP/s", "its backward, the same run", OWN)
+    product_tflops: float = _figure(560.0, "TFLOP/s", "products of 512 terms, which write 64 KB a token", GUESS)
     memory_tbps: float = _figure(4.2, "TB/s", "copies on an H200", OWN)
-    call_us: float = _figure(400.0, "us a call", "its end, when few multiprocessors have work left", FITTED)
+    call_us: float = _figure(350.0, "us a call", "its end, when few multiprocessors have work left", FITTED)
     forward_row_bytes: float = _figure(
         20.0, "B an element", "output of a call: read and written in float32, and waited for", FITTED
     )
     backward_row_bytes: float = _figure(
-        52.0, "B an element", "dQ of a call: sums in float32, conversions, sums of dK and dV", FITTED
+        60.0, "B an element", "dQ of a call: sums in float32, conversions, sums of dK and dV", FITTED
     )
     nvlink_gbs: float = _figure(372.0, "GB/s", "large copies from one H200 to another of its host, one direction", OWN)
     infiniband_gbs: float = _figure(45.0, "GB/s a GPU", "an adapter of 400 Gbit/s for each GPU, 90 % of it", GUESS)

@@ -13,7 +13,7 @@
 //   whole    boundary i = the request boundary nearest to i / num_splits of the total cost: nothing to merge
 //   pieces   for b <= num_splits: a split holds one piece; request r is cut into ceil(tiles / limit) equal ones, where
 //            limit is the least that num_splits allow, or, if partial results are priced, the cheapest of the 32 limits
-//            from there on
+//            from there on. Pieces of a lone request may be longer, see kSecondRound
 //   even     cut i = i / num_splits of the total cost, moved to a request boundary at most kItemCost tiles away: a
 //            shorter piece would not pay
 //   loose    like even, with boundaries up to a quarter of a split away
@@ -40,6 +40,12 @@ constexpr i32 kMaxTotal = 1 << 30;  // of units and item costs
 constexpr i32 kPriceScale = 1 << 14;
 constexpr i32 kShortSplit = 4;
 constexpr i32 kServedBlocks = 75;  // measured on an H200, 16 rows per block
+// PERF(H200, 2026-11-29, -4 % to -5 % of one sequence of 100,000 tokens, 128 heads): 61 and 63 pieces, by forced
+// numbers of splits, instead of 66. More pieces than a power of two are merged by twice as many groups of threads
+// (attention/merge_partials.cuh). With blocks of 64 rows these are more units than are resident at once, and a second
+// round of them costs more than two tiles.
+constexpr i32 kSecondRound = 2;
+constexpr i32 kMergeCostOf64Rows = 8;
 enum Way : i32 { kWhole, kPieces, kLoose, kEven, kWays };
 static_assert(kWays * kMaxSplits == kScheduleThreads, "a thread per split and way");
 static_assert(kScheduleWarps == kWarpThreads, "a lane per warp's sum");
@@ -241,6 +247,14 @@ MLA_DEVICE i32 cheapest_limit(const Batch& batch, ScheduleStorage& s, i32 least,
     return least + s.best_limit % kScheduleWarps;
 }
 
+// Tiles by which the pieces of a lone request become longer, so that one round merges them; 0 where that does not pay.
+template <class Batch>
+MLA_DEVICE i32 tiles_for_one_round(const Batch& batch, i32 limit, i32 total) {
+    const i32 most = 1 << (31 - __clz(batch.num_splits)), more = ceil_div(total, most) - limit;
+    const bool pays = more <= kSecondRound && batch.merge_cost >= kMergeCostOf64Rows;
+    return batch.b == 1 && ceil_div(total, limit) > most && pays ? more : 0;
+}
+
 // One thread per request: marks the split of its first piece.
 template <class Batch>
 MLA_DEVICE void mark_pieces(const Batch& batch, ScheduleStorage& s, i32 limit) {
@@ -306,10 +320,17 @@ MLA_DEVICE void write_schedule(const Batch& batch, ScheduleStorage& s) {
     const bool in_pieces = 2 * batch.b <= batch.num_splits;
     i32 limit = 1;
     bool counted = false;  // partial results
+    i32 second_round = 0;  // in tiles: of the merge, where a lone request is cut otherwise than into pieces
     if (in_pieces) {
         limit = min_limit(batch, s, total);
-        counted = batch.piece_cost > 0 && units.shift == 0 && limit <= kShortSplit;
-        if (counted) limit = cheapest_limit(batch, s, limit, total);
+        const bool priced = batch.piece_cost > 0 && units.shift == 0;
+        counted = priced && limit <= kShortSplit;
+        if (counted) {
+            limit = cheapest_limit(batch, s, limit, total);
+        } else if (priced) {
+            second_round = tiles_for_one_round(batch, limit, total);
+            limit += second_round;
+        }
         mark_pieces(batch, s, limit);
         __syncthreads();
     }
@@ -324,7 +345,8 @@ MLA_DEVICE void write_schedule(const Batch& batch, ScheduleStorage& s) {
     __syncthreads();
     const i32 merge_units = batch.merge_cost >> units.shift;
     const auto makespan_of = [&](i32 way) {
-        const i32 merge = s.has_cuts >> way & 1 ? merge_units : 0, longest = s.costs[way];
+        const i32 rounds = merge_units + (way == kPieces ? 0 : second_round);
+        const i32 merge = s.has_cuts >> way & 1 ? rounds : 0, longest = s.costs[way];
         if (!counted) return longest + merge;
         return price_of_tiles(longest - kItemCost, total) + (kItemCost + merge) * kPriceScale +
                batch.piece_cost * s.partials[way];

@@ -19,7 +19,7 @@ Rows = npt.NDArray[np.int64]
 Starts = npt.NDArray[np.int32]
 HALVES = (0, 1)
 """A rank's two pieces of a sequence: an early piece, with few keys before it, and a late piece."""
-CHUNK_TOKENS = 16384
+CHUNK_TOKENS = 32768
 """Default number of tokens whose keys and values exist at a time."""
 _MAX_WORLD = 1 << 16
 _MOST_SCHEDULES = 64

@@ -10,7 +10,8 @@ from bench.cli import console, main
 from bench.context_parallel import prefill
 
 
-def test_rows(monkeypatch, capsys):
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_rows(kind, monkeypatch, capsys):
     """Every step runs; the slower rank counts."""
     pytest.importorskip("torch")
     ms = itertools.cycle([10.0, 40.0, 4.0, 25.0, 5.0, 20.0])  # one GPU, the first rank, the last rank
@@ -20,10 +21,10 @@ def test_rows(monkeypatch, capsys):
         return next(ms)
 
     monkeypatch.setattr(prefill, "_median_ms", once)
-    rows = list(prefill.measure(40, (2,), 2, 16, 3, place="cpu"))
+    rows = list(prefill.measure(kind, 40, (2,), 2, 16, 3, place="cpu"))
     assert [(row["world"], row["rank"]) for row in rows] == [(1, 0), (2, 0), (2, 1)]
     assert rows[1]["efficiency"] == {prefill.FORWARD: 1.0, prefill.TRAINING: 0.8}
-    prefill._show(console(), 40, 2, rows)
+    prefill._show(console(), kind, rows)
     assert "0.800" in capsys.readouterr().out
 
 

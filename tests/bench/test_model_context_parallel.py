@@ -13,10 +13,10 @@ from bench.model import context_parallel as model
 from bench.model.machine import CONTEXT_RATES as RATES
 
 
-@pytest.mark.parametrize(("tokens", "world", "forward", "training"), model.MEASURED)
-def test_parts_that_were_measured(tokens: int, world: int, forward: float, training: float) -> None:
+@pytest.mark.parametrize(("tokens", "world", "chunk_tokens", "forward", "training"), model.MEASURED)
+def test_parts_that_were_measured(tokens: int, world: int, chunk_tokens: int, forward: float, training: float) -> None:
     """A rank's calls on one GPU, without exchanges: within 5 %."""
-    found = model.compute_only(tokens, world, RATES)
+    found = model.compute_only(tokens, world, chunk_tokens, RATES)
     assert found == (pytest.approx(forward, rel=0.05), pytest.approx(training, rel=0.05))
 
 

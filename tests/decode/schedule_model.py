@@ -30,6 +30,8 @@ def _constant(name: str) -> int:
 ITEM_COST = _constant("kItemCost")
 SHORT_SPLIT = _constant("kShortSplit")
 SERVED_BLOCKS = _constant("kServedBlocks")
+SECOND_ROUND = _constant("kSecondRound")
+MERGE_COST_OF_64_ROWS = _constant("kMergeCostOf64Rows")
 TRIED_LIMITS = 32
 
 Point = tuple[int, int]
@@ -104,10 +106,21 @@ def cheapest_limit(units: Sequence[int], num_splits: int, piece_cost: int) -> in
     return min(range(least, least + TRIED_LIMITS), key=price)
 
 
-def pieces(units: Sequence[int], num_splits: int, piece_cost: int = 0) -> list[Point]:
+def second_round(units: Sequence[int], num_splits: int, merge_cost: int, piece_cost: int) -> int:
+    """Tiles by which the pieces of a lone request become longer, so that there are a power of two at most."""
+    if len(units) != 1 or num_splits < 2 or not piece_cost or counts_partials(units, num_splits, piece_cost):
+        return 0
+    limit, most = min_limit(units, num_splits), 1 << (num_splits.bit_length() - 1)
+    more = -(-units[0] // most) - limit
+    pays = more <= SECOND_ROUND and merge_cost >= MERGE_COST_OF_64_ROWS
+    return more if -(-units[0] // limit) > most and pays else 0
+
+
+def pieces(units: Sequence[int], num_splits: int, piece_cost: int = 0, merge_cost: int = 0) -> list[Point]:
     """A piece per split, for at most one request per split."""
     counted = counts_partials(units, num_splits, piece_cost)
     limit = cheapest_limit(units, num_splits, piece_cost) if counted else min_limit(units, num_splits)
+    limit += second_round(units, num_splits, merge_cost, piece_cost)
     cuts = []
     for request, n in enumerate(units):
         count = -(-n // limit)
@@ -135,12 +148,12 @@ def price(cuts: Sequence[Point], units: Sequence[int], merge_cost: int, piece_co
     return tiles_price(longest, units) + (ITEM_COST + merge) * PRICE_SCALE + piece_cost * partials
 
 
-def candidates(units: Sequence[int], num_splits: int, piece_cost: int = 0) -> list[list[Point]]:
+def candidates(units: Sequence[int], num_splits: int, piece_cost: int = 0, merge_cost: int = 0) -> list[list[Point]]:
     """The ways that are possible, in the order in which the first of the best is taken."""
     step = (sum(units) + ITEM_COST * len(units)) // num_splits
     ways = [snapped(units, num_splits, MAX_TOTAL)]
     if 2 * len(units) <= num_splits:
-        ways.append(pieces(units, num_splits, piece_cost))
+        ways.append(pieces(units, num_splits, piece_cost, merge_cost))
     if step > 0:
         ways += [snapped(units, num_splits, step // 4), snapped(units, num_splits, ITEM_COST)]
     return ways
@@ -161,11 +174,13 @@ def points(
     shift = unit_shift(len(seqlens), max_tokens)
     units = [-(-tiles_of(seqlen, max_tokens) // (1 << shift)) for seqlen in seqlens]
     piece_cost = 0 if shift else piece_cost
-    ways = candidates(units, num_splits, piece_cost)
+    ways = candidates(units, num_splits, piece_cost, merge_cost)
     if counts_partials(units, num_splits, piece_cost):
         best = min(ways, key=lambda cuts: price(cuts, units, merge_cost, piece_cost))
     else:
-        best = min(ways, key=lambda cuts: makespan(cuts, units, merge_cost >> shift))
+        more = second_round(units, num_splits, merge_cost, piece_cost)
+        spans = [makespan(cuts, units, (merge_cost >> shift) + more * (i != 1)) for i, cuts in enumerate(ways)]
+        best = ways[spans.index(min(spans))]
     return [(request, unit << shift) for request, unit in best]
 
 

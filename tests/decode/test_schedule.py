@@ -30,6 +30,7 @@ from tests.decode.schedule_model import (
     min_limit,
     points,
     price,
+    second_round,
     split_requests,
     tiles_of,
     work_items,
@@ -110,7 +111,7 @@ def test_model_that_counts_partials_covers_every_tile_once(
         old = points(seqlens, MAX_TOKENS, num_splits, merge_cost)
         without_tile = units.count(0) * ITEM_COST * PRICE_SCALE
         assert price(cuts, units, merge_cost, piece_cost) <= price(old, units, merge_cost, piece_cost) + without_tile
-    else:
+    elif not second_round(units, num_splits, merge_cost, piece_cost):
         assert cuts == points(seqlens, MAX_TOKENS, num_splits, merge_cost)
 
 
@@ -232,6 +233,31 @@ def test_long_splits_are_as_if_partial_results_cost_nothing(
 ) -> None:
     uncounted = points([tokens] * b, MAX_TOKENS, num_splits, heuristics.merge_cost(block_rows))
     assert counted(b, tokens, num_splits, rows, block_rows) == uncounted
+
+
+# Tokens of one sequence, splits, query rows, rows of a block; pieces, tiles of the longest one.
+LONE_REQUESTS = [
+    (100000, 66, 128, 64, 63, 25),  # 66 of 24 would be merged in two rounds
+    (66 * 62 * TILE_TOKENS, 66, 128, 64, 64, 64),
+    (66 * 65 * TILE_TOKENS, 66, 128, 64, 66, 65),  # 68 tiles instead of 65 would not pay
+    (131072, 66, 128, 64, 64, 32),
+    (100000, 132, 64, 64, 121, 13),
+    (100000, 132, 16, 16, 131, 12),  # one round merges all pieces of few rows
+    (14000, 33, 128, 32, 32, 7),
+]
+
+
+@pytest.mark.parametrize(("tokens", "num_splits", "rows", "block_rows", "pieces", "longest"), LONE_REQUESTS)
+def test_pieces_of_a_lone_request(
+    tokens: int, num_splits: int, rows: int, block_rows: int, pieces: int, longest: int
+) -> None:
+    """Slightly longer pieces where one round merges them, in the model and in the kernel."""
+    cuts = counted(1, tokens, num_splits, rows, block_rows)
+    assert [len(found) for found in split_requests(cuts).values()] == [pieces]
+    work = assert_covered(cuts, [tokens], MAX_TOKENS)
+    assert max(item.end - item.begin for split in work for item in split) == longest
+    costs, seqlens = (heuristics.merge_cost(block_rows), heuristics.piece_cost(rows)), np.array([tokens], np.int32)
+    assert_points(simulated_points(seqlens, 1, MAX_TOKENS, num_splits, costs), seqlens, MAX_TOKENS, num_splits, costs)
 
 
 def test_the_model_can_fail() -> None:

@@ -145,6 +145,81 @@ def test_a_lost_rank_ends_the_others(seconds: float) -> None:
         assert "expected all ranks; look at the other ranks' errors" in found[rank]
 
 
+_UNEQUAL: dict[str, dict[str, Any]] = {
+    "chunk_tokens=8": {"chunk_tokens": 8},
+    "of 12 tokens in 3 sequences": {"lengths": (4, 4, 4)},
+    "of 16 tokens": {"lengths": (8, 8)},
+    "rows of 96 ": {"width": 32},
+    "rows of 128 float16": {"dtype": torch.float16},
+    "no gradients": {"needs_grad": False},
+    "gather of": {"of": "gather"},
+}
+"""What rank 1 calls differently, by a part of the error on rank 0."""
+
+
+def _call(
+    rank: int,
+    group: Any,
+    lengths: tuple[int, ...] = (8, 4),
+    width: int = 64,
+    dtype: Any = torch.bfloat16,
+    needs_grad: bool = True,
+    of: str = "prefill",
+    chunk_tokens: int = 16,
+) -> None:
+    zigzag, x = Zigzag(lengths, 2), Sequences(lengths).inputs()
+    given = {name: zigzag.split(x[name].detach().to(dtype), rank) for name in ("q", "latents", "q_rope", "k_rope")}
+    q, latents, q_rope, k_rope = (y.requires_grad_(needs_grad) for y in given.values())
+    latents, w = latents[:, :width], x["w"].detach().to(dtype)[:, :width]
+    if of == "gather":
+        gather(latents, zigzag, group=group)
+        return
+    options = {"group": group, "chunk_tokens": chunk_tokens, "parameters": (w,)}
+    prefill(q, latents, training.expand, zigzag, q_rope=q_rope, k_rope=k_rope, **options)
+
+
+def _unequal_calls(rank: int) -> list[str]:
+    """Errors of calls that differ on rank 1; after each one the ranks make the same call."""
+    group, errors = dist.new_group(timeout=_PATIENCE), []
+    for options in _UNEQUAL.values():
+        try:
+            _call(rank, group, **(options if rank == 1 else {}))
+        except ParallelError as error:
+            errors.append(str(error))
+        _call(rank, group, lengths=(10 + len(errors),))
+    return errors
+
+
+def test_unequal_calls() -> None:
+    """Every rank raises at once, before an exchange that would wait."""
+    first, second = on_all_ranks(2, _unequal_calls)
+    assert isinstance(first, list), first
+    assert isinstance(second, list), second
+    assert len(first) == len(second) == len(_UNEQUAL)
+    usual, remedy = "prefill of 12 tokens in 2 sequences", "make the same calls in the same order on every rank"
+    for part, one, other in zip(_UNEQUAL, first, second, strict=True):
+        assert all(x in one for x in (part, "on rank 1", usual, remedy)), one
+        assert all(x in other for x in (part, "on rank 0", usual, remedy)), other
+
+
+def _compares(rank: int) -> list[int]:
+    """Exchanges of a first call, and of the same call again."""
+    from mla_cupy.torch.parallel.links import Links
+
+    begin, begun = Links.begin, []
+    Links.begin = lambda *of: begun.append(of) or begin(*of)
+    counts = []
+    for _ in range(3):
+        _call(rank, None, of="gather")
+        counts.append(len(begun))
+        begun.clear()
+    return counts
+
+
+def test_a_repeated_call_is_not_compared() -> None:
+    assert on_all_ranks(2, _compares) == [[2, 1, 1]] * 2
+
+
 def test_what_does_not_fit() -> None:
     zigzag, given = Zigzag((4,), 1), Sequences((4,)).inputs()
     q, latents, w = given["q"], given["latents"], given["w"]

@@ -17,6 +17,7 @@ from mla_cupy.ops.indexer.loss_inputs import weight_factor
 from mla_cupy.ops.indexer.select import indexer_select
 from mla_cupy.parallel.zigzag import CHUNK_TOKENS, Zigzag, check_tokens
 from mla_cupy.shapes import MAX_TOKENS
+from mla_cupy.torch.parallel.agreement import agree
 from mla_cupy.torch.parallel.attention import Attention, Expand, Prefill, Tensors
 from mla_cupy.torch.parallel.links import Gather, Links, bounds, schedule, whole
 
@@ -107,11 +108,12 @@ def prefill(
     ShapeError, DTypeError, DeviceError, ArgumentError
         If an argument does not fit. Other ranks then wait for this one until the group's timeout.
     ParallelError
-        If another rank is gone or has made no such call within the group's timeout.
+        If another rank is gone, makes another call, or makes no call within the group's timeout.
 
     Notes
     -----
-    Every rank, even one without tokens, must make the same calls in the same order.
+    Every rank, even one without tokens, must make the same calls in the same order. A group compares calls of new
+    lengths, dtypes or options before it exchanges rows; the host waits for that comparison.
 
     The result is the same in every run. Gradients of latents travel in the dtype of the latents, so each rank's part is
     rounded once. The owner adds the parts in float32, in the order of the ranks, after an all-to-all, which moves as
@@ -130,6 +132,8 @@ def prefill(
     exactly = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     attention = Attention(links, *calls, expand, latents.shape[-1], scale, exactly)
     rows = latents if k_rope is None else torch.cat([latents, k_rope], -1)
+    needs_grad = any(x is not None and x.requires_grad for x in (q, q_rope, rows, *parameters))
+    agree(links, "prefill", zigzag, rows, needs_grad, f", chunk_tokens={chunk_tokens}")
     found: tuple[torch.Tensor, torch.Tensor] = Prefill.apply(attention, q, q_rope, rows, *parameters)
     return found
 
@@ -162,6 +166,7 @@ def gather(x: torch.Tensor, zigzag: Zigzag, *, group: Any = None) -> torch.Tenso
     """
     links = Links.of(zigzag, group)
     check_tokens("x", len(x), zigzag, links.rank)
+    agree(links, "gather", zigzag, x, x.requires_grad)
     found: torch.Tensor = Gather.apply(links, whole(zigzag, links.rank, x.device), x)
     return found
 

@@ -16,7 +16,7 @@ from mla_cupy.parallel.zigzag import Zigzag
 
 _HOST_ONLY = "gloo"
 """Backend that needs tensors on the host: GPU tensors are copied there and back."""
-_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+gather_rows: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _MOST_TABLES = 8
 """Number of schedules cached on devices, 8 bytes per token each."""
@@ -64,9 +64,14 @@ def bounds(zigzag: Zigzag, rank: int, device: torch.device) -> tuple[torch.Tenso
 
 def _kept(tables: Tables) -> Tables:
     """Keep arrays that a CUDA graph is going to read, because the caches evict."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         _captured[id(tables)] = tables
     return tables
+
+
+def is_capturing() -> bool:
+    """Tell whether a CUDA graph records the current stream."""
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 @functools.lru_cache(maxsize=_MOST_TABLES)
@@ -142,7 +147,7 @@ class Links(NamedTuple):
         """Begin to gather rows of all ranks, (world * most, ...)."""
         sent = x.new_zeros(chunk.most, *x.shape[1:])
         sent[: len(chunk.sent)] = x.detach()[chunk.sent]
-        return self.begin(_gather, sent, self.world * chunk.most)
+        return self.begin(gather_rows, sent, self.world * chunk.most)
 
     def scatter(self, gradient: torch.Tensor, chunk: Chunk) -> Pending:
         """Begin to send the gradients of gathered rows, in the order of `chunk.order`, to the ranks that own them."""
