@@ -150,14 +150,14 @@ class ContextParallel:
         options |= {"lse_base": lse_base, "kernel": kernel, "stream": stream}
         splits = plan.splits if isinstance(plan, DecodePlan) and kept is not None else None
         if kept is None:
-            partials = mla_decode(*call, plan=plan, out_dtype=self._partial_dtype, **options)
+            outs, lses = mla_decode(*call, plan=plan, out_dtype=self._partial_dtype, **options)
         elif splits is None or self._merger is None:
-            partials = mla_decode(*call, plan=plan, out=kept[0], lse=kept[1], **options)
+            outs, lses = mla_decode(*call, plan=plan, out=kept[0], lse=kept[1], **options)
         else:
             unmerged: Any = UnmergedPlan(plan)
             mla_decode(*call, plan=unmerged, out=kept[0], lse=kept[1], **options)
             return self._merger.merge_splits(*kept, splits, result)
-        return self.transport.merge(*partials, result)
+        return self.transport.merge(outs, lses, result)
 
     def merge(
         self,

@@ -136,6 +136,7 @@ def _mla_decode(
     *,
     out: Any = None,
     lse: Any = None,
+    out_scales: Any = None,
     workspace: Any = None,
 ) -> Invocation:
     empty_lse = -inf if empty_lse is None else empty_lse
@@ -157,6 +158,7 @@ def _mla_decode(
         kv_scales,
         out,
         lse,
+        out_scales,
     )
     options = (
         scale,
@@ -189,8 +191,8 @@ MLA_DECODE = Operators(
         'str? kv_format=None, int cp_world=1, int cp_rank=0, ScalarType? out_dtype=None, str lse_base="e", '
         "float? empty_lse=None, str? kernel=None"
     ),
-    results="Tensor(a!) out, Tensor(b!) lse",
-    returns="(Tensor, Tensor)",
+    results="Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? out_scales=None",
+    returns="(Tensor, Tensor, Tensor)",
     unwritten=("empty_lse",),
 )
 
@@ -548,6 +550,7 @@ def _sparse_mla_decode(
     *,
     out: Any = None,
     lse: Any = None,
+    out_scales: Any = None,
     workspace: Any = None,
 ) -> Invocation:
     empty_lse = -inf if empty_lse is None else empty_lse
@@ -567,6 +570,7 @@ def _sparse_mla_decode(
         gate,
         out,
         lse,
+        out_scales,
     )
     options = (scale, math, kv_scale, kv_format, batch_invariant, split_tokens, lse_base, empty_lse, out_dtype, kernel)
     return Invocation(BOUND_OPERATIONS["sparse_mla_decode"], arrays, options, workspace)
@@ -583,8 +587,8 @@ SPARSE_MLA_DECODE = Operators(
         "float kv_scale=1.0, str? kv_format=None, bool batch_invariant=False, int split_tokens=4096, "
         'str lse_base="e", float? empty_lse=None, ScalarType? out_dtype=None, str? kernel=None'
     ),
-    results="Tensor(a!) out, Tensor(b!) lse",
-    returns="(Tensor, Tensor)",
+    results="Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? out_scales=None",
+    returns="(Tensor, Tensor, Tensor)",
     unwritten=("empty_lse",),
 )
 
