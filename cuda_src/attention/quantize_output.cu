@@ -3,8 +3,8 @@
 //   scale = max(|x|, 1e-4) * (1 / 448)      code = e4m3(x / scale)      over 128 columns of a head's row
 //
 // The last launch of a call. The launches before it leave results in 16 bits in the workspace, so all of them serve
-// this result unchanged: codes equal the codes of a 16-bit result. A block with NaN or an infinity is NaN, and so is its
-// scale.
+// this result unchanged: codes equal the codes of a 16-bit result. Columns with a NaN or an infinity among them are
+// NaN, and so is their scale.
 //
 // Grid: x = warps, one per 256 columns: 16 lanes per scale, eight columns per lane.
 #include "common/facts.cuh"
