@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ml_dtypes
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import ArgumentError, DTypeError, PlanError, ShapeError
+from mla_cupy import ArgumentError, DTypeError, PlanError, ShapeError, dtypes
 from mla_cupy.reference.fp8_results import quantise_results
 from tests.support.calls import Array
 from tests.support.flat import cascade_decode, flat, mla_decode, plan_decode
+from tests.support.gpu import upload
 from tests.support.sim_driver import simulated
 
 CODES = "float8_e4m3fn"
@@ -59,6 +61,45 @@ def test_only_codes_have_scales() -> None:
             assert target.launched[-1] == KERNEL
             assert not out[1].astype(np.float32).any()
             np.testing.assert_array_equal(scales[1], np.float32(1e-4) * np.float32(1 / 448))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [CODES, "uint8"])
+def test_numpy_arrays_on_a_gpu(dtype: str, hopper: object) -> None:
+    """CuPy has no e4m3: its bytes come back as the dtype that the caller wants."""
+    exact, _ = mla_decode(**_call())
+    given = np.zeros((2, 1, 4, 512), dtypes.numpy_dtype(dtype))
+    for more in ({}, {"out": given}):
+        out, _, scales = mla_decode(**_call(), **more, out_dtype=dtype)
+        codes, wanted = quantise_results(exact)
+        assert out.dtype.name == dtype
+        np.testing.assert_array_equal(out.view(np.uint8), codes)
+        np.testing.assert_array_equal(scales, wanted)
+    assert out is given
+
+
+@pytest.mark.gpu
+def test_a_captured_call(hopper: object) -> None:
+    """A replay reads the queries that are there by then."""
+    import cupy
+
+    sent = {name: upload(x) for name, x in _call().items()}
+    out, scales = cupy.empty((2, 1, 4, 512), cupy.uint8), cupy.empty((2, 1, 4, 4), cupy.float32)
+    plan = plan_decode(**SIZES, fp8_out=True)
+    plan.update(sent["seqlens"])
+    call = functools.partial(mla_decode, **sent, plan=plan, out=out, out_scales=scales, out_dtype="uint8")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        call()
+        stream.begin_capture()
+        call()
+        graph = stream.end_capture()
+        sent["q"][...] = upload(_call()["q"][::-1].copy())
+        graph.launch()
+        stream.synchronize()
+    codes, wanted = quantise_results(cupy.asnumpy(mla_decode(**sent)[0]))
+    np.testing.assert_array_equal(cupy.asnumpy(out), codes)
+    np.testing.assert_array_equal(cupy.asnumpy(scales), wanted)
 
 
 def test_an_empty_batch() -> None:
