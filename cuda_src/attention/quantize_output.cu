@@ -2,6 +2,8 @@
 //
 //   scale = max(|x|, 1e-4) * (1 / 448)      code = e4m3(x / scale)      over 128 columns of a head's row
 //
+// or the least power of two that is not below this scale.
+//
 // The last launch of a call. The launches before it leave results in 16 bits in the workspace, so all of them serve
 // this result unchanged: codes equal the codes of a 16-bit result. Columns with a NaN or an infinity among them are
 // NaN, and so is their scale.
@@ -31,7 +33,8 @@ struct QuantizeOutputParams {
     i64 scales_stride_b_elems, scales_stride_s_elems, scales_stride_h_elems, scales_stride_column_elems;
     i64 num_scales;  // of all rows
     i32 s_q, h_q, row_scales;
-    i32 results_are_bf16;
+    i32 results_are_bf16, power_of_2;
+    i32 padding;
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(QuantizeOutputParams, codes_stride_b_elems),
@@ -61,9 +64,10 @@ MLA_DEVICE u32 largest_bits(const float (&x)[kLaneColumns]) {
     return largest;
 }
 
-MLA_DEVICE float scale_of(u32 largest) {
+MLA_DEVICE float scale_of(u32 largest, bool power_of_2) {
     if (largest >= 0x7f800000) return __uint_as_float(0x7fffffff);
-    return __fmul_rn(fmaxf(__uint_as_float(largest), kMinAmax), 1.f / kMaxE4m3);
+    const float scale = __fmul_rn(fmaxf(__uint_as_float(largest), kMinAmax), 1.f / kMaxE4m3);
+    return power_of_2 ? __uint_as_float((__float_as_uint(scale) + 0x7fffff) & 0xff800000) : scale;
 }
 
 // Results of a scale of NaN are NaN. The largest result may be above 448 scales by a rounding, and saturates.
@@ -90,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     } else {
         unpack<float16>(words, x);
     }
-    const float scale = scale_of(largest_bits(x));
+    const float scale = scale_of(largest_bits(x), p.power_of_2);
     if (present) {
         const i64 row = at / p.row_scales, token = row / p.h_q;
         const i64 of_row = at % p.row_scales, head = row % p.h_q, b = token / p.s_q, s = token % p.s_q;

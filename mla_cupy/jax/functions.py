@@ -109,6 +109,7 @@ def mla_decode(
     lse: jax.Array | None = None,
     out_scales: jax.Array | None = None,
     out_dtype: Any = None,
+    scales: str = "plain",
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     kernel: str | None = None,
@@ -161,6 +162,7 @@ def mla_decode(
         cp_world,
         cp_rank,
         out_dtype,
+        scales,
         lse_base,
         empty_lse,
         kernel,
@@ -448,6 +450,7 @@ def sparse_mla_decode(
     lse: jax.Array | None = None,
     out_scales: jax.Array | None = None,
     out_dtype: Any = None,
+    scales: str = "plain",
     kernel: str | None = None,
     exportable: bool = False,
 ) -> tuple[jax.Array, ...]:
@@ -478,7 +481,19 @@ def sparse_mla_decode(
         lse,
         out_scales,
     )
-    options = (scale, math, kv_scale, kv_format, batch_invariant, split_tokens, lse_base, empty_lse, out_dtype, kernel)
+    options = (
+        scale,
+        math,
+        kv_scale,
+        kv_format,
+        batch_invariant,
+        split_tokens,
+        lse_base,
+        empty_lse,
+        out_dtype,
+        scales,
+        kernel,
+    )
     out, lse, out_scales = run(BOUND_OPERATIONS["sparse_mla_decode"], arrays, options, exportable)
     return with_scales(out, lse, out_scales)
 

@@ -112,6 +112,7 @@ class QuantizeOutputParams(Params):
     h_q: I32
     row_scales: I32
     results_are_bf16: I32
+    power_of_2: I32
 
 
 class FormAddresses(Params):

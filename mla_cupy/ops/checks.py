@@ -236,6 +236,15 @@ def check_codes(out_dtype: Any, d_head: int, argument: str = "w_uv.shape[1]") ->
     return fp8_out
 
 
+def check_scales_of_results(scales: Any, fp8_out: bool) -> str:
+    """Check the rule of the scales of e4m3 results; other results have the default."""
+    if not (isinstance(scales, str) and scales in ("plain", "power_of_2")):
+        raise ArgumentError(explain("scales", repr(scales), '"plain" or "power_of_2"'))
+    if scales != "plain" and not fp8_out:
+        raise ArgumentError(explain("scales", repr(scales), '"plain" for results in 16 bits or float32'))
+    return scales
+
+
 def sizes_of_results(columns: int) -> dict[str, int]:
     """Sizes of axes that only results of decode have: a row's columns, and the scales of its e4m3 codes."""
     return {"d_head": columns, "row_scales": columns // SCALE_COLUMNS}

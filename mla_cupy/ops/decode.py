@@ -32,6 +32,7 @@ from mla_cupy.ops.checks import (
     check_math,
     check_scale,
     check_scale_values,
+    check_scales_of_results,
     check_shard,
     check_terms,
     explains_scale,
@@ -81,6 +82,7 @@ def mla_decode(
     out_scales: Any = None,
     workspace: Any = None,
     out_dtype: Any = None,
+    scales: str = "plain",
     lse_base: str = "e",
     empty_lse: float = -inf,
     kernel: str | None = None,
@@ -145,6 +147,8 @@ def mla_decode(
     out_dtype : str or dtype, optional
         "float32" for results to be merged; "float8_e4m3fn", or "uint8" for its codes, for a following FP8 GEMM, see
         `conventions.md`. Default: the dtype of `out`, or of q, or bfloat16 for e4m3.
+    scales : str
+        Rule of `out_scales`: "plain", largest magnitude / 448; or "power_of_2", the next power of two from there.
     lse_base, empty_lse : str, float
         Base of the logarithm in `lse`, "e" or "2"; and the `lse` of a row that sees no token (its `out` is 0).
     kernel : str, optional
@@ -200,6 +204,7 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
         q_scale=check_factor("q_scale", given.q_scale),
         math=check_math(given.math, MATH_OF_DENSE_DECODE),
         out_dtype=check_dtype("out_dtype", given.out_dtype),
+        scales=check_scales_of_results(given.scales, is_e4m3(given.out_dtype)),
         **check_lse(given.lse_base, given.empty_lse)._asdict(),
     )
     turns = check_all_or_none(views, *OutRope.absent, group="out_rope=OutRope(cos, sin, positions)")

@@ -24,7 +24,9 @@ from mla_cupy.ops.checks import (
     check_math,
     check_pieces,
     check_scale,
+    check_scales_of_results,
     explains_scale,
+    is_e4m3,
     sizes_of_results,
 )
 from mla_cupy.ops.groups import Fp8, OutRope, Project
@@ -67,6 +69,7 @@ def sparse_mla_decode(
     out_scales: Any = None,
     workspace: Any = None,
     out_dtype: Any = None,
+    scales: str = "plain",
     kernel: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, ...]:
@@ -127,6 +130,8 @@ def sparse_mla_decode(
     out_dtype : str or dtype, optional
         "float32" for results to be merged; "float8_e4m3fn", or "uint8" for its codes, for a following FP8 GEMM, as for
         `mla_decode`. Default: the dtype of `out`, or of q.
+    scales : str
+        Rule of `out_scales`, as for `mla_decode`: "plain" or "power_of_2".
     kernel : str, optional
         Name of the attention kernel to run, see `mla-cupy list`. Default: the fastest that fits.
     stream : int or stream object, optional
@@ -228,6 +233,7 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
         kv_scale=check_factor("kv_scale", given.kv_scale),
         math=check_math(given.math),
         out_dtype=check_dtype("out_dtype", given.out_dtype),
+        scales=check_scales_of_results(given.scales, is_e4m3(given.out_dtype)),
         **check_lse(given.lse_base, given.empty_lse)._asdict(),
     )
     combinations.check(combinations.SPARSE_DECODE, _parts(views, options, record.name))

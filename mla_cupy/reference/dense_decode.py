@@ -54,6 +54,7 @@ def mla_decode(
     lse_base: str = "e",
     empty_lse: float = -np.inf,
     out_dtype: Any = None,
+    scales: str = "plain",
     rounding: str | None = None,
 ) -> tuple[Array, ...]:
     """Attend from a few query tokens per sequence to a paged latent cache.
@@ -127,6 +128,8 @@ def mla_decode(
         The `lse` of a row that sees no token.
     out_dtype : str or dtype, optional
         "float8_e4m3fn" or "uint8" quantises `out`, rounded to 16 bits: see `quantise_results`. Others mean nothing.
+    scales : str
+        Rule of the scales of such results.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels do: float32 scores and sums, weights rounded to that format
         against the running maximum, and `out` to the dtype of `q`, or of e4m3 codes to bfloat16; of records the keys,
@@ -198,7 +201,7 @@ def mla_decode(
     if rounding is not None:
         out = round_to(out, half)
     lse = np.where(lse == -np.inf, empty_lse, lse / log_of_base(lse_base))
-    results = with_fp8(out, lse, half, out_dtype)
+    results = with_fp8(out, lse, half, out_dtype, scales)
     return tuple(x[0] for x in results) if packed else results
 
 

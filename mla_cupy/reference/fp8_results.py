@@ -19,13 +19,16 @@ COLUMNS = 128
 LEAST_AMAX = 1e-4
 
 
-def quantise_results(out: npt.ArrayLike) -> tuple[Array, Array]:
+def quantise_results(out: npt.ArrayLike, scales: str = "plain") -> tuple[Array, Array]:
     """Round blocks of 128 columns to e4m3, each with its own scale.
 
     Parameters
     ----------
     out : array, (..., n)
         Numbers that float32 holds; n is a multiple of 128.
+    scales : str
+        "plain": max(|out|, 1e-4) / 448 of each block, where 1 / 448 and the product are rounded to float32;
+        "power_of_2": the least power of two that is not below this.
 
     Returns
     -------
@@ -33,22 +36,24 @@ def quantise_results(out: npt.ArrayLike) -> tuple[Array, Array]:
         e4m3 numbers of out / scale, rounded to nearest, ties to even; magnitudes above 448 are 448. A block with NaN or
         infinity is 0x7F, the NaN, throughout.
     scales : array of float32, (..., n / 128)
-        max(|out|, 1e-4) / 448 of each block, where 1 / 448 and the product are rounded to float32; NaN for a block with
-        NaN or infinity.
+        What the codes are to be multiplied by; NaN for a block with NaN or infinity.
     """
     numbers = np.asarray(out).astype(np.float32)
     blocks = numbers.reshape(*numbers.shape[:-1], -1, COLUMNS)
     with np.errstate(invalid="ignore"):
         largest = np.abs(blocks).max(axis=-1)
-        scales = np.maximum(largest, np.float32(LEAST_AMAX)) * np.float32(1 / MAX_E4M3)
-        scales = np.where(np.isfinite(largest), scales, np.float32(np.nan))
-        codes = to_e4m3(blocks / scales[..., None])
-    return codes.reshape(numbers.shape), scales
+        factors = np.maximum(largest, np.float32(LEAST_AMAX)) * np.float32(1 / MAX_E4M3)
+        if scales == "power_of_2":
+            fraction, exponent = np.frexp(factors)
+            factors = np.ldexp(np.float32(1), exponent - (fraction == 0.5))
+        factors = np.where(np.isfinite(largest), factors, np.float32(np.nan))
+        codes = to_e4m3(blocks / factors[..., None])
+    return codes.reshape(numbers.shape), factors
 
 
-def with_fp8(out: Array, lse: Array, half: str, out_dtype: Any) -> tuple[Array, ...]:
+def with_fp8(out: Array, lse: Array, half: str, out_dtype: Any, scales: str) -> tuple[Array, ...]:
     """The results of a call: with an FP8 `out_dtype`, `out` is rounded to 16 bits, then to e4m3, and scales follow."""
     if out_dtype is None or name_of(out_dtype) not in BYTE_DTYPES:
         return out, lse
-    codes, scales = quantise_results(round_to(out, half))
-    return from_e4m3(codes).astype(np.float64), lse, scales.astype(np.float64)
+    codes, factors = quantise_results(round_to(out, half), scales)
+    return from_e4m3(codes).astype(np.float64), lse, factors.astype(np.float64)

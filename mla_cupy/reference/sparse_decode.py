@@ -43,6 +43,7 @@ def sparse_mla_decode(
     lse_base: str = "e",
     empty_lse: float = -np.inf,
     out_dtype: Any = None,
+    scales: str = "plain",
     rounding: str | None = None,
 ) -> tuple[Array, ...]:
     """Attend from each query to the tokens of a paged cache that its indices select.
@@ -65,7 +66,7 @@ def sparse_mla_decode(
         Tables and rows of them, (b, s_q), by which results are turned back: see `turned_back`.
     w_uv, gate : array, optional
         What results are multiplied by, see `projected`.
-    scale, kv_scale, kv_format, math, lse_base, empty_lse, out_dtype
+    scale, kv_scale, kv_format, math, lse_base, empty_lse, out_dtype, scales
         As for `mla_decode`.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels with tensor cores do: keys and weights in that format, float32
@@ -104,7 +105,7 @@ def sparse_mla_decode(
     if w_uv is not None:
         out = projected(out, w_uv, gate, rounding)
     lse = np.where(lse == -np.inf, empty_lse, lse / log_of_base(lse_base))
-    return with_fp8(out, lse, dtype_name(np.asarray(q).dtype), out_dtype)
+    return with_fp8(out, lse, dtype_name(np.asarray(q).dtype), out_dtype, scales)
 
 
 def _selected(

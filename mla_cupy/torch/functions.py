@@ -149,6 +149,7 @@ def mla_decode(
     out_scales: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     out_dtype: Any = None,
+    scales: str = "plain",
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     kernel: str | None = None,
@@ -200,6 +201,7 @@ def mla_decode(
         cp_world,
         cp_rank,
         out_dtype,
+        scales,
         lse_base,
         empty_lse,
         kernel,
@@ -530,6 +532,7 @@ def sparse_mla_decode(
     out_scales: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     out_dtype: Any = None,
+    scales: str = "plain",
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, ...]:
     out_cos, out_sin, out_positions = (
@@ -559,7 +562,19 @@ def sparse_mla_decode(
         lse,
         out_scales,
     )
-    options = (scale, math, kv_scale, kv_format, batch_invariant, split_tokens, lse_base, empty_lse, out_dtype, kernel)
+    options = (
+        scale,
+        math,
+        kv_scale,
+        kv_format,
+        batch_invariant,
+        split_tokens,
+        lse_base,
+        empty_lse,
+        out_dtype,
+        scales,
+        kernel,
+    )
     if (
         is_plain_call(arrays)
         and (out is None) is (lse is None)

@@ -31,6 +31,7 @@ from tests.support.sim_driver import fake_gpu, simulated
 CODES = "float8_e4m3fn"
 KERNEL = "mla_attention_quantize_output"
 HALF = ("bfloat16", "float16")
+RULES = ("plain", "power_of_2")
 sparse_decode = flat(mla_cupy.sparse_mla_decode)
 
 # ---- Oracle ------------------------------------------------------------------------------------------------------
@@ -52,11 +53,12 @@ def hostile(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Array:
     return x
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", HALF)
-def test_the_rule(dtype: str) -> None:
+def test_the_rule(dtype: str, rule: str) -> None:
     """Each code is the nearest e4m3 number, in float64; scales follow from the largest magnitude."""
     x = hostile((3, 4, 512), dtype).reshape(-1, COLUMNS)
-    codes, scales = quantise_results(x)
+    codes, scales = quantise_results(x, rule)
     exact = x.astype(np.float64)
     numbers = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     for block, code, scale in zip(exact, codes, scales[:, 0], strict=True):
@@ -64,7 +66,9 @@ def test_the_rule(dtype: str) -> None:
             assert (code == 0x7F).all()
             assert np.isnan(scale)
             continue
-        np.testing.assert_allclose(scale, max(np.abs(block).max(), 1e-4) / 448, rtol=2**-22)
+        least = max(np.abs(block).max(), 1e-4) / 448
+        wanted = least if rule == "plain" else 2.0 ** np.ceil(np.log2(least * (1 - 2**-22)))
+        np.testing.assert_allclose(scale, wanted, rtol=2**-22 if rule == "plain" else 0)
         got = code.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
         best = np.abs(numbers - np.abs(block / scale)[:, None]).min(axis=1)
         np.testing.assert_allclose(np.abs(got - block / scale), best, atol=448 * 2**-22)
@@ -91,7 +95,7 @@ def test_a_block_of_zeros_has_a_scale() -> None:
 # ---- Kernel alone ------------------------------------------------------------------------------------------------
 
 
-def quantised(x: Array, mode: tuple[str, int] = ("early", 0)) -> tuple[Array, Array]:
+def quantised(x: Array, rule: str, mode: tuple[str, int] = ("early", 0)) -> tuple[Array, Array]:
     """Codes and scales of results in the workspace, written to arrays with gaps, which stay as they are."""
     *outer, columns = x.shape
     whole = np.full((*outer[:-1], outer[-1] + 1, columns + 32), 9, np.uint8)
@@ -103,7 +107,7 @@ def quantised(x: Array, mode: tuple[str, int] = ("early", 0)) -> tuple[Array, Ar
         "out": contiguous_view(codes.shape, "uint8", 0)._replace(strides=codes.strides),
         "out_scales": contiguous_view(scales.shape, "float32", 0)._replace(strides=steps),
     }
-    call = Call(views, OPERATION.options_of(scale=1.0))
+    call = Call(views, OPERATION.options_of(scale=1.0, scales=rule))
     step = quantize_output.launch(call, x.dtype.name)
     layout = Layout(quantize_output.workspace(x.size // columns, columns))
     room = np.full(layout.nbytes + 512, 0xFF, np.uint8)
@@ -120,18 +124,19 @@ def quantised(x: Array, mode: tuple[str, int] = ("early", 0)) -> tuple[Array, Ar
     return codes.copy(), scales.copy()
 
 
-def check_alone(shape: tuple[int, ...], dtype: str, mode: tuple[str, int] = ("early", 0), seed: int = 0) -> None:
-    x = hostile(shape, dtype, seed)
-    codes, scales = quantised(x, mode)
-    wanted_codes, wanted_scales = quantise_results(x)
+def check_alone(shape: tuple[int, ...], dtype: str, rule: str = "plain", mode: tuple[str, int] = ("early", 0)) -> None:
+    x = hostile(shape, dtype)
+    codes, scales = quantised(x, rule, mode)
+    wanted_codes, wanted_scales = quantise_results(x, rule)
     np.testing.assert_array_equal(codes, wanted_codes)
     np.testing.assert_array_equal(scales, wanted_scales)
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("shape", [(2, 3, 5, 512), (7, 3, 256), (1, 1, 1, 128), (3, 2, 17, 128)], ids=str)
-def test_the_kernel(shape: tuple[int, ...], dtype: str) -> None:
-    check_alone(shape, dtype, ("random", len(shape)))
+def test_the_kernel(shape: tuple[int, ...], dtype: str, rule: str) -> None:
+    check_alone(shape, dtype, rule, ("random", len(shape)))
 
 
 # ---- Calls -------------------------------------------------------------------------------------------------------

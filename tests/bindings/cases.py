@@ -451,7 +451,7 @@ CALLS = [
     gather_keys(),
     gather_keys(d=128),
     sparse_decode("v32"),
-    sparse_decode("v32", out_dtype="float8_e4m3fn"),
+    sparse_decode("v32", out_dtype="float8_e4m3fn", scales="power_of_2"),
     sparse_decode("v32-nope", kv_format="v32-nope"),
     shorter(sparse_decode("v32-nope", kv_format="v32-nope")),
     sparse_decode("v4", extra=True, lse_base="2", out_dtype="float32"),

@@ -61,6 +61,10 @@ def test_only_codes_have_scales() -> None:
             assert target.launched[-1] == KERNEL
             assert not out[1].astype(np.float32).any()
             np.testing.assert_array_equal(scales[1], np.float32(1e-4) * np.float32(1 / 448))
+        codes, _, scales = mla_decode(**_call(), out_dtype=CODES, scales="power_of_2")
+        wanted, powers = quantise_results(mla_decode(**_call())[0], "power_of_2")
+        np.testing.assert_array_equal(codes.view(np.uint8), wanted)
+        np.testing.assert_array_equal(scales, powers)
 
 
 @pytest.mark.gpu
@@ -133,6 +137,8 @@ MISTAKES = (
         ShapeError,
         r"project.w_uv.shape\[1\]: got 64, expected a multiple of 128",
     ),
+    ({"scales": "power_of_2"}, ArgumentError, "scales: got 'power_of_2', expected \"plain\" for results in 16 bits"),
+    ({"out_dtype": CODES, "scales": "tensor"}, ArgumentError, "scales: got 'tensor', expected \"plain\" or"),
     ({"out_dtype": CODES, "cp_world": 2}, ArgumentError, "shard.world: got 2, expected 1 with results in e4m3"),
 )
 

@@ -70,6 +70,7 @@ def launch(call: Call, half: str) -> Launch:
         h_q=h_q,
         row_scales=columns // COLUMNS,
         results_are_bf16=half == "bfloat16",
+        power_of_2=call.options.scales == "power_of_2",
     )
     return Launch(KERNEL, PLAIN[0], (-(-scales // _BLOCK_SCALES), 1, 1), LaunchArgs(params))
 

@@ -139,6 +139,7 @@ class DecodeOptions(NamedTuple):
     cp_world: int
     cp_rank: int
     out_dtype: str | None
+    scales: str
     lse_base: str
     empty_lse: float
     kernel: str | None

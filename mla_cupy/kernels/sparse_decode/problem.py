@@ -55,4 +55,5 @@ class SparseDecodeOptions(NamedTuple):
     lse_base: str
     empty_lse: float
     out_dtype: str | None
+    scales: str
     kernel: str | None
