@@ -170,10 +170,13 @@ def mla_decode(
     ShapeError, DTypeError, DeviceError, ArgumentError, PlanError, UnsupportedDeviceError
         If an argument does not fit, or no kernel fits the GPU. Nothing has been launched or written.
 
-    Notes ----- A NaN or Inf reaches only the rows that see it. Results are the same in every run. They depend on the
-    lengths of the other sequences within rounding, unless `plan_decode(batch_invariant=True)`. Weights are rounded to
-    16 bits: where tokens have equal scores, `out` may have one common relative error, up to 2^-8 (bfloat16) or 2^-11
-    (float16). Latents of "v32" are rounded to float16. `conventions.md` lists all limits, including the size of scores.
+    Notes
+    -----
+    A NaN or Inf reaches only the rows that see it. Results are the same in every run. They depend on the lengths of the
+    other sequences within rounding, unless `plan_decode(batch_invariant=True)`. Weights are rounded to 16 bits: where
+    tokens have equal scores, `out` may have one common relative error, up to 2^-8 (bfloat16) or 2^-11 (float16).
+    Latents of "v32" are rounded to float16. Results in e4m3 are rounded to 16 bits first. `conventions.md` lists all
+    limits, including the size of scores.
 
     Examples
     --------
