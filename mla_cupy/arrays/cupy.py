@@ -13,6 +13,9 @@ from mla_cupy.arrays.numpy import DTYPES, name_of
 from mla_cupy.arrays.view import ARRAY_ALIGNMENT, Native, NativeFamily, Signature, View, view_of
 from mla_cupy.errors import UnsupportedDeviceError, explain
 
+#: CuPy has no 8-bit floats: results in them are bytes.
+_MADE = {**DTYPES, **dict.fromkeys(("float8_e4m3fn", "float8_e8m0fnu"), DTYPES["uint8"])}
+
 
 class CupyFamily(NativeFamily):
     """CuPy arrays. Temporaries come from CuPy's pool, which keeps an arena for each stream."""
@@ -58,9 +61,9 @@ class CupyFamily(NativeFamily):
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> Any:
         if self._current_device() == device and self._current().ptr == stream:
-            return self._cupy.empty(shape, DTYPES[dtype])
+            return self._cupy.empty(shape, _MADE[dtype])
         with self._device(device), self._stream(stream):
-            return self._cupy.empty(shape, DTYPES[dtype])
+            return self._cupy.empty(shape, _MADE[dtype])
 
     def transposed(self, x: Any, axes: tuple[int, ...]) -> Any:
         return x.transpose(axes)

@@ -44,7 +44,7 @@ _FURTHER: dict[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, str]]]] =
 _TEXTS = {
     "dtype": "of queries and 16-bit caches: bfloat16 (default) or float16; with --math fp8 or fp8x2 also float8_e4m3fn",
     "kv_format": "FP8 format of the cache, such as v32; default: 16-bit rows",
-    "out_dtype": "of the result: the dtype (default), or float32; of mla_prepare also float8_e4m3fn",
+    "out_dtype": "of the result: the dtype (default), or float32; of both decodes and mla_prepare also float8_e4m3fn",
     "math": "exact (default), fp8 for FP8 matmuls, or for dense decode fp8x2 (two e4m3 terms per number)",
 }
 

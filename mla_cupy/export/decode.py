@@ -10,7 +10,7 @@ from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, explain
-from mla_cupy.export.plain import CODES, D_HEAD, FREE_LSE, check_d_head, choice
+from mla_cupy.export.plain import CODES, D_HEAD, FREE_LSE, check_d_head, choice, row_sizes
 from mla_cupy.export.record import (
     Found,
     Memory,
@@ -71,8 +71,9 @@ def subject(
     choice("--math", math, MATH_OF_DENSE_DECODE)
     choice("--dtype", dtype, HALF if math == "exact" else (*HALF, CODES))
     half = dtype if dtype in HALF else HALF[0]
-    choice("--out-dtype", out_dtype, (None, half, "float32"))
+    choice("--out-dtype", out_dtype, (None, half, "float32", CODES))
     sizes = {"s_q": s_q, "h_q": h_q, "d_qk": d_qk, "page_size": page_size, "d_v": D_V}
+    sizes |= row_sizes(check_d_head(d_head) if d_head else D_V, out_dtype == CODES)
     coded: dict[str, Literal["real"]] = {"q_scale": "real"} if dtype == CODES else {}
     dtypes = {
         "q": dtype,
@@ -81,16 +82,16 @@ def subject(
         "seqlens": "int32",
         "out": out_dtype or half,
         "lse": "float32",
+        **({"out_scales": "float32"} if out_dtype == CODES else {}),
     }
     return Subject(
         OPERATION,
         {
             **sizes,
-            "d_head": check_d_head(d_head) if d_head else D_V,
             "width": FORMATS[record].width if record else d_qk,
         },
         dtypes,
-        fixed={"window": window, "math": math},
+        fixed={"window": window, "math": math, "out_dtype": CODES if out_dtype == CODES else None},
         free={
             "scale": "real",
             "causal": "integer",
@@ -112,7 +113,7 @@ def fitted(subject: Subject) -> Subject:
     if _PACKED in dtypes:
         fixed["max_seqlen_q"] = sizes["s_q"]
     if projecting := dtypes.keys() & {"w_uv", "gate"}:
-        sizes["d_head"] = D_HEAD if sizes["d_head"] == D_V else sizes["d_head"]
+        sizes |= row_sizes(D_HEAD if sizes["d_head"] == D_V else sizes["d_head"], "out_scales" in dtypes)
         dtypes |= dict.fromkeys(projecting, dtypes["q"] if dtypes["q"] in HALF else HALF[0])
     elif sizes["d_head"] != D_V:
         raise ArgumentError(explain("--d-head", sizes["d_head"], "none without --with w_uv"))
@@ -194,6 +195,7 @@ class _Planned:
             forms={**dict.fromkeys(given.dtypes.keys() & _FORMS, True), "window": given.fixed["window"] or 0},
             tree_mask="tree_mask" in given.dtypes,
             d_head=sizes["d_head"] if "w_uv" in given.dtypes else 0,
+            fp8_out="out_scales" in given.dtypes,
             math=given.fixed["math"],
             batch_invariant=False,
             split_tokens=_ANY_SPLIT_TOKENS,

@@ -55,7 +55,7 @@ OPERATIONS: Mapping[str, Exported] = {
     "sparse_decode": Exported(
         plain.sparse_decode,
         record_call,
-        ("h_q", "kv_format", "page_size", "topk", "s_q", "dtype"),
+        ("h_q", "kv_format", "page_size", "topk", "s_q", "dtype", "out_dtype"),
         ("h_q", "kv_format", "page_size", "topk"),
     ),
     "indexer_logits_paged": Exported(

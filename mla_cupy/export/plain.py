@@ -14,6 +14,7 @@ from mla_cupy.kernels.attention.records import READ_FORWARD
 from mla_cupy.kernels.dense.problem import GEOMETRIES
 from mla_cupy.kernels.indexer.logits.problem import HEAD_DIMS
 from mla_cupy.ops.cache import APPEND_OPERATION as APPEND
+from mla_cupy.ops.checks import sizes_of_results
 from mla_cupy.ops.indexer.key_cache import SCALE_BYTES
 from mla_cupy.ops.indexer.logits_paged import OPERATION as LOGITS_PAGED
 from mla_cupy.ops.indexer.prepare_both import OPERATION as INDEXER_PREPARE
@@ -206,18 +207,34 @@ def sparse_forward(
     )
 
 
+def row_sizes(columns: int, coded: bool) -> dict[str, int]:
+    """The width of a row of decode's results, and the number of its scales if it is e4m3 codes."""
+    sizes = sizes_of_results(columns)
+    return sizes if coded else {"d_head": sizes["d_head"]}
+
+
 def sparse_decode(
-    *, h_q: int, kv_format: str, page_size: int, topk: int, s_q: int | None = None, dtype: str | None = None
+    *,
+    h_q: int,
+    kv_format: str,
+    page_size: int,
+    topk: int,
+    s_q: int | None = None,
+    dtype: str | None = None,
+    out_dtype: str | None = None,
 ) -> Subject:
     """Attention of new tokens to the cached tokens that their indices select, the first `topk_length` of them."""
     record = FORMATS[choice("--kv-format", kv_format, READ_FORWARD) or ""]
     dtype = choice("--dtype", dtype or HALF[0], HALF) or ""
+    out_dtype = choice("--out-dtype", out_dtype or dtype, (dtype, "float32", CODES)) or ""
+    coded = out_dtype == CODES
     sizes = {"s_q": s_q or 1, "h_q": h_q, "d_qk": record.d_qk, "page_size": page_size, "width": record.width}
-    arrays = {"q": dtype, "kv_cache": "uint8", "indices": "int32"}
+    arrays = {"q": dtype, "kv_cache": "uint8", "indices": "int32", "topk_length": "int32"}
     return Subject(
         SPARSE_DECODE,
-        {**sizes, "topk": topk, "d_v": D_V, "d_head": D_V},
-        {**arrays, "topk_length": "int32", "out": dtype, "lse": "float32"},
+        {**sizes, "topk": topk, "d_v": D_V, **row_sizes(D_V, coded)},
+        {**arrays, "out": out_dtype, "lse": "float32", **({"out_scales": "float32"} if coded else {})},
+        fixed={"out_dtype": CODES if coded else None},
         free={"scale": "real", **FREE_LSE},
         notes={"record": record.name},
     )

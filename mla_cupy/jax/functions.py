@@ -18,6 +18,7 @@ from mla_cupy.jax.lowering import run
 from mla_cupy.ops import BOUND_OPERATIONS
 from mla_cupy.ops.groups import Fp8, LossResults, OutRope, Packed, Project, Shard, taken
 from mla_cupy.ops.indexer.loss_inputs import SparseLoss, WarmupLoss
+from mla_cupy.ops.operation import with_scales
 
 
 @documented
@@ -106,12 +107,14 @@ def mla_decode(
     shard: Shard | None = None,
     out: jax.Array | None = None,
     lse: jax.Array | None = None,
+    out_scales: jax.Array | None = None,
     out_dtype: Any = None,
+    scales: str = "plain",
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     kernel: str | None = None,
     exportable: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     cu_seqlens_q, max_seqlen_q = (
         (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "max_seqlen_q"))
     )
@@ -145,6 +148,7 @@ def mla_decode(
         kv_scales,
         out,
         lse,
+        out_scales,
     )
     options = (
         scale,
@@ -158,12 +162,13 @@ def mla_decode(
         cp_world,
         cp_rank,
         out_dtype,
+        scales,
         lse_base,
         empty_lse,
         kernel,
     )
-    out, lse = run(BOUND_OPERATIONS["mla_decode"], arrays, options, exportable)
-    return out, lse
+    out, lse, out_scales = run(BOUND_OPERATIONS["mla_decode"], arrays, options, exportable)
+    return with_scales(out, lse, out_scales)
 
 
 @documented
@@ -443,10 +448,12 @@ def sparse_mla_decode(
     empty_lse: float = -math.inf,
     out: jax.Array | None = None,
     lse: jax.Array | None = None,
+    out_scales: jax.Array | None = None,
     out_dtype: Any = None,
+    scales: str = "plain",
     kernel: str | None = None,
     exportable: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     out_cos, out_sin, out_positions = (
         (None, None, None)
         if out_rope is None
@@ -472,10 +479,23 @@ def sparse_mla_decode(
         gate,
         out,
         lse,
+        out_scales,
     )
-    options = (scale, math, kv_scale, kv_format, batch_invariant, split_tokens, lse_base, empty_lse, out_dtype, kernel)
-    out, lse = run(BOUND_OPERATIONS["sparse_mla_decode"], arrays, options, exportable)
-    return out, lse
+    options = (
+        scale,
+        math,
+        kv_scale,
+        kv_format,
+        batch_invariant,
+        split_tokens,
+        lse_base,
+        empty_lse,
+        out_dtype,
+        scales,
+        kernel,
+    )
+    out, lse, out_scales = run(BOUND_OPERATIONS["sparse_mla_decode"], arrays, options, exportable)
+    return with_scales(out, lse, out_scales)
 
 
 @documented

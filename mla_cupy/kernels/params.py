@@ -99,6 +99,22 @@ class ProjectionSizes(Params):
     projected_is_fp32: I32
 
 
+class QuantizeOutputParams(Params):
+    """Struct of `attention/quantize_output.cu`."""
+
+    results: Address
+    codes: Address
+    scales: Address
+    codes_stride_b_s_h_elems: tuple[I64, I64, I64]
+    scales_stride_b_s_h_column_elems: tuple[I64, I64, I64, I64]
+    num_scales: I64
+    s_q: I32
+    h_q: I32
+    row_scales: I32
+    results_are_bf16: I32
+    power_of_2: I32
+
+
 class FormAddresses(Params):
     """Struct of `attention/query_groups.cuh`."""
 

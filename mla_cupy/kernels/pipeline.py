@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import itemgetter
 from struct import Struct
@@ -36,6 +36,8 @@ class Layout:
 
     Attributes
     ----------
+    sizes : dict
+        Part -> size in bytes.
     offsets : dict
         Part -> offset in bytes, a multiple of WORKSPACE_ALIGNMENT.
     nbytes : int
@@ -45,6 +47,7 @@ class Layout:
     def __init__(self, sizes: Mapping[str, int]) -> None:
         padded = [-(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT for size in sizes.values()]
         ends = list(accumulate(padded, initial=0))
+        self.sizes = dict(sizes)
         self.offsets = dict(zip(sizes, ends, strict=False))
         self.nbytes = ends[-1]
 
@@ -100,11 +103,14 @@ class Call:
         The operation's own.
     planned : bool
         Whether a plan has scheduled the work already.
+    moved : mapping
+        Parts of the workspace that stand in for arrays, by the arrays' names.
     """
 
     views: Mapping[str, View | None]
     options: Any
     planned: bool = False
+    moved: Mapping[str, str] = field(default_factory=dict)
 
     def view(self, name: str) -> View:
         """The view of an array that is not None."""
@@ -113,8 +119,8 @@ class Call:
         return found
 
     def name(self, name: str) -> str:
-        """`name`, or NULL for an absent array."""
-        return NULL if self.views.get(name) is None else name
+        """Place of an array: `name`, or a part of the workspace; NULL for an absent array."""
+        return NULL if self.views.get(name) is None else self.moved.get(name, name)
 
     @overload
     def strides(self, name: str, axes: Literal[2]) -> tuple[int, int]: ...

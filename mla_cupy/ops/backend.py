@@ -97,6 +97,14 @@ def fetched(results: Iterable[Any], stream: Any) -> list[Any]:
     return [None if x is None else arrays.cupy_family().to_numpy(x, _handle(x.device.id, stream)) for x in results]
 
 
+def with_codes(results: Iterable[Any], names: Iterable[str]) -> list[Any]:
+    """CuPy's bytes as the 8-bit floats that they are, by the dtypes of the results; None stays None."""
+    return [
+        x.view(dtypes.numpy_dtype(name)) if name.startswith("float8") else x
+        for x, name in zip(results, names, strict=True)
+    ]
+
+
 def _handle(device: int, stream: Any) -> int:
     return arrays.cupy_family().current_stream(device) if stream is None else arrays.stream_handle(stream)
 

@@ -24,7 +24,7 @@ from mla_cupy.ops import backend, overlap, schema
 from mla_cupy.ops.checks import check_memory
 from mla_cupy.ops.entry import Entry, Plan, Request
 from mla_cupy.ops.groups import taken
-from mla_cupy.ops.operation import Operation, check_nothing, operation_of
+from mla_cupy.ops.operation import Operation, check_nothing, operation_of, with_scales
 from mla_cupy.ops.value_checks import is_asked as checks_are_asked
 from mla_cupy.ops.value_checks import is_on as values_are_checked
 from mla_cupy.runtime import device as devices
@@ -176,11 +176,15 @@ def _list_arguments(function: Callable[..., Any], operation: Operation) -> None:
     others = (x if x in parameters else "None" for x in ("workspace", "stream", "plan"))
     arguments = ", ".join((f"_{name}", _listed(operation.names), _listed(options), *others))
     several = "return _run(CALL)" if operation.returns is None else f"return _returned_{name}(*_run(CALL))"
+    if operation.returns is with_scales:  # inline: a repeated call makes no further call
+        lines.append("    results = _run(CALL)")
+        several = "return results if results[-1] is not None else results[:-1]"
     known[f"_returned_{name}"] = operation.returns
     result = ("_run(CALL)", "return _run(CALL)[0]", several)[min(len(operation.outputs), 2)]
-    lines.append("    " + result.replace("CALL", f"_Invocation({arguments})"))
+    lines.append("    " + result)
     made: dict[str, Any] = {}
-    exec(compile("\n".join(lines), f"<arguments of {name}>", "exec"), made)
+    text = "\n".join(lines).replace("CALL", f"_Invocation({arguments})")
+    exec(compile(text, f"<arguments of {name}>", "exec"), made)
     function.__globals__.update(known)
     function.__code__ = made[name].__code__
     families.runs_as_it_is(function)
@@ -501,7 +505,9 @@ def _on_host(call: Invocation, family: Family) -> tuple[Any, ...]:
         configure = functools.partial(operation.configure, request, request.problem, request.kernel)
         check_somewhere(operation.name, request.kernel, configure)
     answer = backend.oracle(operation.name, request.options._asdict())(**call.inputs)
-    return backend.deliver(backend.rounded(answer, _dtypes(operation, request).values()), call.results)
+    names = _dtypes(operation, request).values()
+    absent = [None] * (len(names) - len(answer))  # of the scales of results that have none
+    return backend.deliver(backend.rounded([*answer, *absent], names), call.results)
 
 
 def _on_gpu_and_back(call: Invocation, request: Request) -> tuple[Any, ...]:
@@ -516,7 +522,8 @@ def _on_gpu_and_back(call: Invocation, request: Request) -> tuple[Any, ...]:
     changed = [at for at, array in enumerate(operation.inputs) if array.written]
     fetched = backend.fetched([arrays[at] for at in changed], call.stream)
     backend.deliver(fetched, [call.arrays[at] for at in changed])
-    return backend.deliver(backend.fetched(made, call.stream), call.results)
+    results = backend.with_codes(backend.fetched(made, call.stream), kinds.values())
+    return backend.deliver(results, call.results)
 
 
 def _dtypes(operation: Operation, request: Request) -> dict[str, str]:

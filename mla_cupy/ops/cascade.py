@@ -169,8 +169,9 @@ OPERATION = Composite(
     "cascade_decode",
     inputs=tuple(array for array in decode_operation.OPERATION.inputs if not array.optional),
     outputs=tuple(
-        dataclasses.replace(output, axes=output.axes.replace("d_head", "d_v"))
+        dataclasses.replace(output, axes=output.axes.replace("d_head", "d_v"), coded="")
         for output in decode_operation.OPERATION.outputs
+        if not output.when
     ),
     sizes=decode_operation.OPERATION.sizes,
     min_sizes=decode_operation.OPERATION.min_sizes,

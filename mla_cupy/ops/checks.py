@@ -11,7 +11,9 @@ import numpy as np
 
 from mla_cupy import dtypes
 from mla_cupy.arrays import View
+from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
+from mla_cupy.kernels.attention.quantize_output import COLUMNS as SCALE_COLUMNS
 from mla_cupy.kernels.decode.combine_pieces import MAX_PIECES
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.decode.sm90_fp8 import LEAST_ROWS_OF_TERMS, TERMS
@@ -218,6 +220,34 @@ def check_dtype(argument: str, dtype: Any) -> str | None:
     if name not in dtypes.TABLE:
         raise DTypeError(explain(argument, repr(dtype), "None, or a dtype or its name", "such as 'float32'"))
     return name
+
+
+def is_e4m3(dtype: Any) -> bool:
+    """True if results of this dtype, in any form, are e4m3 codes with scales."""
+    return dtype is not None and dtypes.name_of(dtype) in BYTE_DTYPES
+
+
+def check_codes(out_dtype: Any, d_head: int, argument: str = "w_uv.shape[1]") -> bool:
+    """Check the width of heads after W_UV, 0 without it, if results are e4m3 codes; returns whether they are."""
+    fp8_out = is_e4m3(out_dtype)
+    if fp8_out and d_head % SCALE_COLUMNS:
+        expected = f"a multiple of {SCALE_COLUMNS}, the columns of a scale, with results in e4m3"
+        raise ShapeError(explain(argument, d_head, expected))
+    return fp8_out
+
+
+def check_scales_of_results(scales: Any, fp8_out: bool) -> str:
+    """Check the rule of the scales of e4m3 results; other results have the default."""
+    if not (isinstance(scales, str) and scales in ("plain", "power_of_2")):
+        raise ArgumentError(explain("scales", repr(scales), '"plain" or "power_of_2"'))
+    if scales != "plain" and not fp8_out:
+        raise ArgumentError(explain("scales", repr(scales), '"plain" for results in 16 bits or float32'))
+    return scales
+
+
+def sizes_of_results(columns: int) -> dict[str, int]:
+    """Sizes of axes that only results of decode have: a row's columns, and the scales of its e4m3 codes."""
+    return {"d_head": columns, "row_scales": columns // SCALE_COLUMNS}
 
 
 def check_all_or_none(views: Views, *names: str, expected: str = "an array", group: str = "") -> bool:

@@ -22,22 +22,37 @@ from mla_cupy.ops.checks import (
     MATH_OF_DENSE_DECODE,
     STARTS,
     check_all_or_none,
+    check_codes,
     check_count,
     check_drafts,
+    check_dtype,
     check_factor,
     check_flag,
     check_lse,
     check_math,
     check_scale,
     check_scale_values,
+    check_scales_of_results,
     check_shard,
     check_terms,
     explains_scale,
+    is_e4m3,
     name_first,
+    sizes_of_results,
 )
 from mla_cupy.ops.decode_plan import DecodePlan
 from mla_cupy.ops.groups import Fp8, OutRope, Packed, Project, Shard
-from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_queries_or_float32, present
+from mla_cupy.ops.operation import (
+    Arrays,
+    Examined,
+    Input,
+    Operation,
+    Output,
+    Views,
+    like_queries_or_float32,
+    present,
+    with_scales,
+)
 from mla_cupy.ops.projection import GATE, W_UV, check_projection
 from mla_cupy.ops.schema import steps_by_16_bytes
 from mla_cupy.shapes import D_HEADS, D_ROPE, D_V, MAX_INT32, MAX_TOKENS, VALUE_WIDTHS
@@ -64,13 +79,15 @@ def mla_decode(
     plan: DecodePlan | None = None,
     out: Any = None,
     lse: Any = None,
+    out_scales: Any = None,
     workspace: Any = None,
     out_dtype: Any = None,
+    scales: str = "plain",
     lse_base: str = "e",
     empty_lse: float = -inf,
     kernel: str | None = None,
     stream: Any = None,
-) -> tuple[Any, Any]:
+) -> tuple[Any, ...]:
     """Attend from the newest tokens of each sequence to its paged latent cache (absorbed MLA).
 
     out[i, h] = sum_j softmax_j(scale * q[i, h] . k[j]) * k[j, :512], where j runs over the tokens that query i sees.
@@ -118,15 +135,20 @@ def mla_decode(
         The cache holds one rank's share of the tokens, and `seqlens` count all of them; see `merge_states`.
     plan : DecodePlan, optional
         From `plan_decode`, updated for these `seqlens`: saves the call's scheduling and allocations.
-    out : array, (b, s_q, h_q, 512), dtype of q (bfloat16 for e4m3) or float32, optional
+    out : array, (b, s_q, h_q, 512), dtype of q (bfloat16 for e4m3), float32 or `out_dtype`, optional
         Memory for the result: a contiguous last axis; start and other strides are multiples of 16 bytes. Not for JAX,
         whose arrays cannot be written.
     lse : array, (b, h_q, s_q), float32, optional
         Memory for the log-sum-exp; any strides.
+    out_scales : array, (b, s_q, h_q, 4), float32, optional
+        Memory for the scales of e4m3 results; any strides.
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of `workspace_bytes(mla_decode, ...)` bytes. Excludes `plan`.
     out_dtype : str or dtype, optional
-        "float32" for results to be merged. Default: the dtype of `out`, or of q, or bfloat16 for e4m3.
+        "float32" for results to be merged; "float8_e4m3fn", or "uint8" for its codes, for a following FP8 GEMM, see
+        `conventions.md`. Default: the dtype of `out`, or of q, or bfloat16 for e4m3.
+    scales : str
+        Rule of `out_scales`: "plain", largest magnitude / 448; or "power_of_2", the next power of two from there.
     lse_base, empty_lse : str, float
         Base of the logarithm in `lse`, "e" or "2"; and the `lse` of a row that sees no token (its `out` is 0).
     kernel : str, optional
@@ -140,16 +162,21 @@ def mla_decode(
         (total_q, h_q, 512) with `packed`; the last axis is d_head with `project`.
     lse : array, (b, h_q, s_q), float32
         log(sum_j exp(scale * q . k[j])), in base `lse_base`; (h_q, total_q) with `packed`.
+    out_scales : array, (b, s_q, h_q, 4), float32
+        Only with an FP8 `out_dtype`: one per 128 columns of `out`, so d_head / 128 per row with `project`.
 
     Raises
     ------
     ShapeError, DTypeError, DeviceError, ArgumentError, PlanError, UnsupportedDeviceError
         If an argument does not fit, or no kernel fits the GPU. Nothing has been launched or written.
 
-    Notes ----- A NaN or Inf reaches only the rows that see it. Results are the same in every run. They depend on the
-    lengths of the other sequences within rounding, unless `plan_decode(batch_invariant=True)`. Weights are rounded to
-    16 bits: where tokens have equal scores, `out` may have one common relative error, up to 2^-8 (bfloat16) or 2^-11
-    (float16). Latents of "v32" are rounded to float16. `conventions.md` lists all limits, including the size of scores.
+    Notes
+    -----
+    A NaN or Inf reaches only the rows that see it. Results are the same in every run. They depend on the lengths of the
+    other sequences within rounding, unless `plan_decode(batch_invariant=True)`. Weights are rounded to 16 bits: where
+    tokens have equal scores, `out` may have one common relative error, up to 2^-8 (bfloat16) or 2^-11 (float16).
+    Latents of "v32" are rounded to float16. Results in e4m3 are rounded to 16 bits first. `conventions.md` lists all
+    limits, including the size of scores.
 
     Examples
     --------
@@ -179,6 +206,8 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
         kv_scale=check_factor("kv_scale", given.kv_scale),
         q_scale=check_factor("q_scale", given.q_scale),
         math=check_math(given.math, MATH_OF_DENSE_DECODE),
+        out_dtype=check_dtype("out_dtype", given.out_dtype),
+        scales=check_scales_of_results(given.scales, is_e4m3(given.out_dtype)),
         **check_lse(given.lse_base, given.empty_lse)._asdict(),
     )
     turns = check_all_or_none(views, *OutRope.absent, group="out_rope=OutRope(cos, sin, positions)")
@@ -205,7 +234,8 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     problem = DecodeProblem(s_q, h_q, dtype, aligned, d_qk, record, tree_mask, options.math, forms, batch=batch)
     check_terms(problem)
     d_head = check_projection(views, problem.half)
-    return Examined(replace(problem, d_head=d_head), options, {"d_head": d_head or d_v})
+    problem = replace(problem, d_head=d_head, fp8_out=check_codes(options.out_dtype, d_head))
+    return Examined(problem, options, sizes_of_results(d_head or d_v))
 
 
 def _queries(views: Views) -> tuple[int, int, int, int]:
@@ -238,6 +268,7 @@ def _parts(views: Views, options: DecodeOptions, record: str, d_qk: int) -> comb
         "window": options.window,
         "max_seqlen_q": options.max_seqlen_q,
         "narrow": d_qk if VALUE_WIDTHS[int(d_qk)] != D_V else None,
+        "fp8_out": options.out_dtype if is_e4m3(options.out_dtype) else None,
         "cp_world": combinations.other_than(1, options.cp_world),
         "kv_scale": combinations.other_than(1, options.kv_scale),
         "q_scale": combinations.other_than(1, options.q_scale),
@@ -325,8 +356,17 @@ OPERATION = Operation(
         Input("kv_scales", "num_scales", ("float32",), optional=True),
     ),
     outputs=(
-        Output("out", "b s_q h_q d_head", like_queries_or_float32, "out_dtype", "wide", packed="total_q h_q d_head"),
+        Output(
+            "out",
+            "b s_q h_q d_head",
+            like_queries_or_float32,
+            "out_dtype",
+            "wide",
+            coded="out_dtype",
+            packed="total_q h_q d_head",
+        ),
         Output("lse", "b h_q s_q", packed="h_q total_q"),
+        Output("out_scales", "b s_q h_q row_scales", when="out_dtype", packed="total_q h_q row_scales"),
     ),
     sizes={
         "d_qk": tuple(VALUE_WIDTHS),
@@ -343,5 +383,6 @@ OPERATION = Operation(
     examine=_examine,
     check_values=_check_values,
     pipeline=DECODE,
+    returns=with_scales,
     groups={"packed": Packed, "out_rope": OutRope, "project": Project, "fp8": Fp8, "shard": Shard},
 )

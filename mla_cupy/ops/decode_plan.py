@@ -36,6 +36,7 @@ from mla_cupy.ops import backend, combinations
 from mla_cupy.ops.call import MAX_ENTRIES
 from mla_cupy.ops.checks import (
     MATH_OF_DENSE_DECODE,
+    check_codes,
     check_count,
     check_drafts,
     check_flag,
@@ -55,6 +56,9 @@ from mla_cupy.runtime import driver
 from mla_cupy.shapes import D_HEADS, D_QK, D_V, MAX_INT32, MAX_TOKENS, TILE_TOKENS, VALUE_WIDTHS
 
 __all__ = ["DecodePlan", "plan_decode"]
+
+
+_CODES = "float8_e4m3fn"
 
 
 class Limits(NamedTuple):
@@ -345,6 +349,7 @@ def plan_decode(
     attn_sink: bool = False,
     out_rope: bool = False,
     d_head: int = 0,
+    fp8_out: bool = False,
     fp8: Fp8 | None = None,
     shard: Shard | None = None,
     batch_invariant: bool = False,
@@ -377,6 +382,8 @@ def plan_decode(
         As in the calls.
     d_head : int
         Width of heads after W_UV if the calls pass `project`, else 0.
+    fp8_out : bool
+        True if the calls return e4m3 codes: an `out_dtype` of "float8_e4m3fn" or "uint8".
     fp8, shard : Fp8, Shard, optional
         As in the calls; the plan does not depend on scales.
     batch_invariant : bool
@@ -438,6 +445,7 @@ def plan_decode(
             },
             tree_mask=tree_mask,
             d_head=d_head,
+            fp8_out=fp8_out,
             math=taken(fp8, Fp8, "fp8", tuple(Fp8.absent))[0],
             batch_invariant=batch_invariant,
             split_tokens=split_tokens,
@@ -484,6 +492,7 @@ def examine_plan(
     forms: dict[str, Any],
     tree_mask: bool,
     d_head: int = 0,
+    fp8_out: bool = False,
     math: str,
     batch_invariant: bool,
     split_tokens: int,
@@ -510,6 +519,7 @@ def examine_plan(
     arithmetic = check_math(math, MATH_OF_DENSE_DECODE)
     queries = _dtype(dtype)
     wanted = Forms(**forms)
+    results = _CODES if check_flag("fp8_out", fp8_out) else None
     groups = max_b * s_q + 2 if wanted.grouped else max_b
     pieces = _check_pieces(batch_invariant, split_tokens, max_b, max_pages * page_size, groups)
     parts: combinations.Parts = {
@@ -521,6 +531,7 @@ def examine_plan(
         "out_cos": wanted.out_rope or None,
         "window": wanted.window or None,
         "w_uv": f"d_head={d_head}" if d_head else None,
+        "fp8_out": results,
         "batch_invariant": True if pieces else None,
         "narrow": d_qk if VALUE_WIDTHS[d_qk] != D_V else None,
         "cp_world": combinations.other_than(1, shard[0]),
@@ -529,7 +540,7 @@ def examine_plan(
     problem = DecodeProblem(
         s_q, h_q, queries, d_qk=d_qk, record=chosen, tree_mask=masked, math=arithmetic, forms=wanted
     )
-    problem = replace(problem, d_head=int(d_head))
+    problem = replace(problem, d_head=int(d_head), fp8_out=check_codes(results, int(d_head), "d_head"))
     check_terms(problem)
     if not batch_invariant:  # with it, results must not depend on these sizes
         most = max_b * s_q if wanted.packed else 0

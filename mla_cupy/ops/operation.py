@@ -132,13 +132,13 @@ class Output:
     even : bool
         Whether the first two axes must step evenly, so that they can be treated as one.
     when : str
-        An option that must be true for this result.
+        An option that must be true for this result, or the option for a dtype that must be e4m3.
     may_be : str
         An input that it may overwrite: the same memory and layout.
     dtype_of : str
         The input that determines its dtype, where that is not the first one.
     coded : str
-        An option that makes its elements e4m3 codes, in bytes by default.
+        An option that makes its elements e4m3 codes, in bytes by default; or the option for a dtype that may be e4m3.
     packed : str
         As for an input.
     """
@@ -181,6 +181,11 @@ class Examined(NamedTuple):
     problem: Any
     options: Any
     sizes: Mapping[str, int] = MappingProxyType({})
+
+
+def with_scales(*results: Any) -> tuple[Any, ...]:
+    """The results of a call, the scales last; without them if there are none."""
+    return results if results[-1] is not None else results[:-1]
 
 
 class NoOptions(NamedTuple):
@@ -228,8 +233,8 @@ class Operation:
         Options that are lists or mappings -> function that makes them hashable, so that a repeated call is recognised.
     groups : mapping of str to group class
         Parameters of the public function that are groups.
-    returns : named tuple class or None
-        Return type of the public function if it has several outputs; None for a tuple.
+    returns : named tuple class, function or None
+        Makes what the public function returns of several outputs; None for a tuple of all.
     """
 
     name: str

@@ -13,7 +13,7 @@ from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import BYTE_DTYPES, head_axis
 from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, either, explain
-from mla_cupy.ops.checks import absorbing, check_dtype
+from mla_cupy.ops.checks import absorbing, check_dtype, is_e4m3
 from mla_cupy.ops.operation import Input, Operation, Output, Views, axes_of
 from mla_cupy.shapes import MAX_INT32
 
@@ -82,7 +82,7 @@ def check_outputs(
     missing: dict[str, tuple[tuple[int, ...], str]] = {}
     for output in operation.outputs:
         view = given[output.name]
-        is_set = functools.partial(getattr, options)
+        is_set = functools.partial(_is_set, operation, options)
         if reason := lacking(output.needs, output.when, given, is_set):
             if view is not None:
                 raise ArgumentError(explain(output.name, "an array", f"None: {reason}"))
@@ -90,7 +90,7 @@ def check_outputs(
             continue
         shape = _shape(operation, output, given, sizes)
         like = output.dtype_of or operation.inputs[0].name
-        dtype = _output_dtype(output, view, like, given[like], options)
+        dtype = _output_dtype(operation, output, view, like, given[like], options)
         if view is None:
             missing[output.name] = shape, dtype
             view = contiguous_view(shape, dtype, first.device)
@@ -102,11 +102,18 @@ def check_outputs(
     return views, missing
 
 
+def _is_set(operation: Operation, options: Any, name: str) -> bool:
+    """True if an option is true, or a dtype that needs scales."""
+    value = getattr(options, name)
+    return is_e4m3(value) if name in (output.dtype_option for output in operation.outputs) else bool(value)
+
+
 def lacking(needs: str, when: str, given: Mapping[str, Any], is_set: Callable[[str], bool]) -> str:
     """Reason that there is no result that needs an input, or an option that is set; "" if there is."""
     if needs and given.get(needs) is None:
         return f"there is no {needs}"
-    return f"{when} is not set" if when and not is_set(when) else ""
+    state = "is not e4m3" if when.endswith("dtype") else "is not set"
+    return f"{when} {state}" if when and not is_set(when) else ""
 
 
 def low_words(view: View) -> View:
@@ -317,20 +324,25 @@ def _size(operation: Operation, name: str, sizes: Mapping[str, int]) -> int:
     return sizes[name] if name in sizes else operation.sizes[name][0]
 
 
-def _output_dtype(output: Output, view: View | None, like: str, first: View | None, options: Any) -> str:
+def _output_dtype(
+    operation: Operation, output: Output, view: View | None, like: str, first: View | None, options: Any
+) -> str:
     assert first is not None
-    coded = bool(output.coded) and getattr(options, output.coded)
+    selects_codes = bool(output.coded) and output.coded == output.dtype_option
+    coded = bool(output.coded) and _is_set(operation, options, output.coded)
     allowed = BYTE_DTYPES if coded else output.dtypes(first.dtype)
     chosen = getattr(options, output.dtype_option or "_", None)
     same = [f"{dtype}, like {like}" for dtype in allowed if dtype == first.dtype]
     expected = either([*(dtype for dtype in allowed if dtype != first.dtype), *same])
     chosen = check_dtype(output.dtype_option, chosen)
     if chosen is not None and chosen not in allowed:
-        raise DTypeError(explain(output.dtype_option, chosen, expected))
+        codes = f", or {' or '.join(BYTE_DTYPES)}" if selects_codes else ""
+        raise DTypeError(explain(output.dtype_option, chosen, expected + codes))
     if view is None:
         return chosen or allowed[0]
     if view.dtype not in ((chosen,) if chosen else allowed):
-        raise DTypeError(explain(f"{output.name}.dtype", view.dtype, chosen or expected))
+        remedy = f"pass {output.dtype_option}={view.dtype!r}" if selects_codes and is_e4m3(view.dtype) else ""
+        raise DTypeError(explain(f"{output.name}.dtype", view.dtype, chosen or expected, remedy))
     return view.dtype
 
 

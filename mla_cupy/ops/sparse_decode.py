@@ -17,15 +17,29 @@ from mla_cupy.ops.cache import INDEX_DTYPES, check_layout, record_read
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import (
     check_all_or_none,
+    check_codes,
+    check_dtype,
     check_factor,
     check_lse,
     check_math,
     check_pieces,
     check_scale,
+    check_scales_of_results,
     explains_scale,
+    is_e4m3,
+    sizes_of_results,
 )
 from mla_cupy.ops.groups import Fp8, OutRope, Project
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
+from mla_cupy.ops.operation import (
+    Examined,
+    Input,
+    Operation,
+    Output,
+    Views,
+    like_first_or_float32,
+    present,
+    with_scales,
+)
 from mla_cupy.ops.projection import GATE, W_UV, check_projection
 from mla_cupy.ops.schema import check_even, steps_by_16_bytes
 from mla_cupy.shapes import D_HEADS, D_ROPE, D_V, MAX_TOKENS
@@ -52,11 +66,13 @@ def sparse_mla_decode(
     empty_lse: float = -inf,
     out: Any = None,
     lse: Any = None,
+    out_scales: Any = None,
     workspace: Any = None,
     out_dtype: Any = None,
+    scales: str = "plain",
     kernel: str | None = None,
     stream: Any = None,
-) -> tuple[Any, Any]:
+) -> tuple[Any, ...]:
     """Attend from each query to the tokens of a paged FP8 cache that its indices select (absorbed MLA).
 
     Parameters
@@ -102,15 +118,20 @@ def sparse_mla_decode(
         "e" or "2": base of the logarithm in `lse`.
     empty_lse : float
         The `lse` of a query without a token; its `out` is 0.
-    out : array, (b, s_q, h_q, 512), dtype of q or float32, optional
+    out : array, (b, s_q, h_q, 512), dtype of q, float32 or `out_dtype`, optional
         Memory for the result, (b, s_q, h_q, d_head) with `project`. The last axis is contiguous, the start and the
         other strides are multiples of 16 bytes, and the first two axes step evenly.
     lse : array, (b, s_q, h_q), float32, optional
         Memory for the log-sum-exp; the first two axes step evenly.
+    out_scales : array, (b, s_q, h_q, 4), float32, optional
+        Memory for the scales of e4m3 results; any strides.
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(sparse_mla_decode, ...)` bytes.
     out_dtype : str or dtype, optional
-        "float32" for results to be merged; default: the dtype of `out`, or of q.
+        "float32" for results to be merged; "float8_e4m3fn", or "uint8" for its codes, for a following FP8 GEMM, as for
+        `mla_decode`. Default: the dtype of `out`, or of q.
+    scales : str
+        Rule of `out_scales`, as for `mla_decode`: "plain" or "power_of_2".
     kernel : str, optional
         Name of the attention kernel to run, see `mla-cupy list`. Default: the fastest that fits.
     stream : int or stream object, optional
@@ -121,6 +142,8 @@ def sparse_mla_decode(
     out : array, (b, s_q, h_q, 512), or (b, s_q, h_q, d_head) with `project`
     lse : array, (b, s_q, h_q), float32
         log(sum_j exp(scale * q . k[j])), in base `lse_base`, without the sink.
+    out_scales : array, (b, s_q, h_q, 4), float32
+        Only with an FP8 `out_dtype`: one per 128 columns of `out`, so d_head / 128 per row with `project`.
 
     Raises
     ------
@@ -209,6 +232,8 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
         scale=check_scale(given.scale),
         kv_scale=check_factor("kv_scale", given.kv_scale),
         math=check_math(given.math),
+        out_dtype=check_dtype("out_dtype", given.out_dtype),
+        scales=check_scales_of_results(given.scales, is_e4m3(given.out_dtype)),
         **check_lse(given.lse_base, given.empty_lse)._asdict(),
     )
     combinations.check(combinations.SPARSE_DECODE, _parts(views, options, record.name))
@@ -230,7 +255,8 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     tiles = check_pieces(given.batch_invariant, given.split_tokens, ("topk", topk), (f"{b * s_q} queries", b * s_q))
     sizes = (b * s_q, h_q, topk, q.dtype, _DECODED.get(record.name, record.name))
     problem = SparseDecodeProblem(*sizes, steps_by_16_bytes(q), ragged, d_head, compact, options.math, tiles)
-    return Examined(problem, options, {"d_head": d_head or D_V})
+    problem = replace(problem, fp8_out=check_codes(options.out_dtype, d_head))
+    return Examined(problem, options, sizes_of_results(d_head or D_V))
 
 
 OPERATION = Operation(
@@ -253,8 +279,9 @@ OPERATION = Operation(
         replace(GATE, even=True),
     ),
     outputs=(
-        Output("out", "b s_q h_q d_head", like_first_or_float32, "out_dtype", "wide", even=True),
+        Output("out", "b s_q h_q d_head", like_first_or_float32, "out_dtype", "wide", even=True, coded="out_dtype"),
         Output("lse", "b s_q h_q", even=True),
+        Output("out_scales", "b s_q h_q row_scales", when="out_dtype"),
     ),
     sizes={"d_v": (D_V,), "d_head": D_HEADS, "pairs": (D_ROPE // 2,)},
     min_sizes={"h_q": 1, "page_size": 1, "extra_page_size": 1, "max_position": 1},
@@ -263,5 +290,6 @@ OPERATION = Operation(
     examine=_examine,
     pipeline=SPARSE_DECODE,
     on_pages=True,
+    returns=with_scales,
     groups={"out_rope": OutRope, "project": Project, "fp8": Fp8},
 )

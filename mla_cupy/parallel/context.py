@@ -9,7 +9,7 @@ from mla_cupy import arrays
 from mla_cupy.dtypes import FLOATS, HALF, name_of
 from mla_cupy.errors import ArgumentError, DTypeError, explain
 from mla_cupy.kernels.lse import LseOptions
-from mla_cupy.ops.checks import check_flag, explains_scale
+from mla_cupy.ops.checks import check_flag, explains_scale, is_e4m3
 from mla_cupy.ops.decode import mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan, UnmergedPlan
 from mla_cupy.ops.groups import Fp8, Shard
@@ -109,7 +109,8 @@ class ContextParallel:
         lse : array, (b, h_q / world, s_q), float32, optional
             Output array for the log-sum-exps.
         out_dtype, lse_base, empty_lse
-            As for `mla_decode`; `out_dtype` is the dtype of `q` by default, bfloat16 for queries in e4m3.
+            As for `mla_decode`, but `out_dtype` is 16 bits or float32: the dtype of `q` by default, bfloat16 for
+            queries in e4m3.
         stream : int or stream object, optional
             Stream to run on. Default: the current stream of the arrays' library.
 
@@ -141,6 +142,10 @@ class ContextParallel:
                 remedy = "or deal tokens out in turn and give the lengths of the whole sequences"
                 got = f"True with s_q={shape[1]} and causal=True: which tokens a query sees is unknown"
                 raise ArgumentError(explain("local_seqlens", got, "s_q=1 or causal=False", remedy))
+        if is_e4m3(out_dtype):
+            raise DTypeError(
+                explain("out_dtype", name_of(out_dtype), "16 bits or float32", "quantise the merged result")
+            )
         if out is None and out_dtype is None:
             out_dtype = q.dtype if name_of(q.dtype) in HALF else "bfloat16"
         result = Result(out, lse, out_dtype, LseOptions(lse_base, empty_lse), stream)
@@ -150,14 +155,14 @@ class ContextParallel:
         options |= {"lse_base": lse_base, "kernel": kernel, "stream": stream}
         splits = plan.splits if isinstance(plan, DecodePlan) and kept is not None else None
         if kept is None:
-            partials = mla_decode(*call, plan=plan, out_dtype=self._partial_dtype, **options)
+            outs, lses = mla_decode(*call, plan=plan, out_dtype=self._partial_dtype, **options)
         elif splits is None or self._merger is None:
-            partials = mla_decode(*call, plan=plan, out=kept[0], lse=kept[1], **options)
+            outs, lses = mla_decode(*call, plan=plan, out=kept[0], lse=kept[1], **options)
         else:
             unmerged: Any = UnmergedPlan(plan)
             mla_decode(*call, plan=unmerged, out=kept[0], lse=kept[1], **options)
             return self._merger.merge_splits(*kept, splits, result)
-        return self.transport.merge(*partials, result)
+        return self.transport.merge(outs, lses, result)
 
     def merge(
         self,

@@ -14,6 +14,7 @@ from mla_cupy.dtypes import dtype_name, round_to
 from mla_cupy.reference.attend import E4M3_PAIRS, attend
 from mla_cupy.reference.cache import cache_gather, key_format
 from mla_cupy.reference.fp8_queries import dequantised
+from mla_cupy.reference.fp8_results import with_fp8
 from mla_cupy.reference.lse import log_of_base
 from mla_cupy.reference.projection import projected
 from mla_cupy.shapes import D_V, VALUE_WIDTHS
@@ -52,8 +53,10 @@ def mla_decode(
     math: str = "exact",
     lse_base: str = "e",
     empty_lse: float = -np.inf,
+    out_dtype: Any = None,
+    scales: str = "plain",
     rounding: str | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     """Attend from a few query tokens per sequence to a paged latent cache.
 
     out[i, h] = sum_j softmax_j(scale * q[i, h] . k[j]) * k[j, :d_v], where j runs over the visible tokens: those
@@ -123,6 +126,10 @@ def mla_decode(
         "e" or "2".
     empty_lse : float
         The `lse` of a row that sees no token.
+    out_dtype : str or dtype, optional
+        "float8_e4m3fn" or "uint8" quantises `out`, rounded to 16 bits: see `quantise_results`. Others mean nothing.
+    scales : str
+        Rule of the scales of such results.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels do: float32 scores and sums, weights rounded to that format
         against the running maximum, and `out` to the dtype of `q`, or of e4m3 codes to bfloat16; of records the keys,
@@ -135,6 +142,8 @@ def mla_decode(
         0 in rows that see no token. (total_q, h_q, d_v) with `cu_seqlens_q`.
     lse : array, (b, h_q, s_q), float64
         log(sum_j exp(scale * q . k[j])). (h_q, total_q) with `cu_seqlens_q`.
+    out_scales : array, (b, s_q, h_q, d_v / 128), float64
+        Only of FP8 results, whose `out` holds the e4m3 numbers that these multiply.
 
     Notes
     -----
@@ -192,7 +201,8 @@ def mla_decode(
     if rounding is not None:
         out = round_to(out, half)
     lse = np.where(lse == -np.inf, empty_lse, lse / log_of_base(lse_base))
-    return (out[0], lse[0]) if packed else (out, lse)
+    results = with_fp8(out, lse, half, out_dtype, scales)
+    return tuple(x[0] for x in results) if packed else results
 
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore")
@@ -230,7 +240,7 @@ def cascade_decode(
     math: str = "exact",
     lse_base: str = "e",
     empty_lse: float = -np.inf,
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     """Attend as `mla_decode` does, where a group's sequences have the first pages of its first one.
 
     Parameters

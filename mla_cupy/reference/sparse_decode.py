@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy.cache_formats import without_heads
-from mla_cupy.dtypes import round_to
+from mla_cupy.dtypes import dtype_name, round_to
 from mla_cupy.reference.attend import attend
 from mla_cupy.reference.cache import cache_gather, key_format
 from mla_cupy.reference.dense_decode import turned_back
 from mla_cupy.reference.fp8_queries import dequantised
+from mla_cupy.reference.fp8_results import with_fp8
 from mla_cupy.reference.lse import log_of_base
 from mla_cupy.reference.projection import projected
 
@@ -41,8 +42,10 @@ def sparse_mla_decode(
     math: str = "exact",
     lse_base: str = "e",
     empty_lse: float = -np.inf,
+    out_dtype: Any = None,
+    scales: str = "plain",
     rounding: str | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     """Attend from each query to the tokens of a paged cache that its indices select.
 
     Parameters
@@ -63,7 +66,7 @@ def sparse_mla_decode(
         Tables and rows of them, (b, s_q), by which results are turned back: see `turned_back`.
     w_uv, gate : array, optional
         What results are multiplied by, see `projected`.
-    scale, kv_scale, kv_format, math, lse_base, empty_lse
+    scale, kv_scale, kv_format, math, lse_base, empty_lse, out_dtype, scales
         As for `mla_decode`.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels with tensor cores do: keys and weights in that format, float32
@@ -74,6 +77,8 @@ def sparse_mla_decode(
     out : array, (b, s_q, h_q, 512), or (b, s_q, h_q, d_head) with a `w_uv`, float64
     lse : array, (b, s_q, h_q), float64
         Without the sink.
+    out_scales : array, (b, s_q, h_q, 4), float64
+        Only of FP8 results, as of `mla_decode`.
     """
     queries = dequantised(np.asarray(q)) if math == "fp8" else np.asarray(q).astype(np.float64)
     b, s_q, h_q, d_qk = queries.shape
@@ -99,7 +104,8 @@ def sparse_mla_decode(
         out = turned_back(out, out_cos, out_sin, np.asarray(out_positions))
     if w_uv is not None:
         out = projected(out, w_uv, gate, rounding)
-    return out, np.where(lse == -np.inf, empty_lse, lse / log_of_base(lse_base))
+    lse = np.where(lse == -np.inf, empty_lse, lse / log_of_base(lse_base))
+    return with_fp8(out, lse, dtype_name(np.asarray(q).dtype), out_dtype, scales)
 
 
 def _selected(

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mla_cupy.arrays.torch import check_plain
+from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.errors import ArgumentError, DTypeError, explain, kind_of
 from mla_cupy.ops.checks import check_count, check_dtype, check_flag, check_float
 from mla_cupy.ops.schema import lacking
@@ -56,7 +57,7 @@ def call(
         If an argument is of another kind, or if a derivative is wanted that does not exist.
     """
     arguments, named = arguments_of(operators, arrays, options)
-    wanted = _wanted(operators, arguments, named)
+    wanted = wanted_results(operators, arguments, named)
     given = targets({name: named[name] for name in wanted})
     if given or operators.write is operators.make:
         refuse_batches(operators.operation.name, {**arguments, **given})
@@ -122,10 +123,12 @@ def targets(given: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]
     return there
 
 
-def _wanted(operators: Operators, arguments: Mapping[str, Any], results: Mapping[str, Any]) -> list[str]:
+def wanted_results(operators: Operators, arguments: Mapping[str, Any], results: Mapping[str, Any]) -> list[str]:
     """The results of this call; tensors for others are rejected."""
 
     def is_set(option: str) -> bool:
+        if option in operators.dtypes:
+            return _dtype_name(option, arguments.get(option)) in BYTE_DTYPES
         return check_flag(option, arguments.get(option, operators.defaults[option]))
 
     wanted = []

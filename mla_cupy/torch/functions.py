@@ -13,6 +13,7 @@ import torch
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.groups import Fp8, LossResults, OutRope, Packed, Project, Shard, taken
 from mla_cupy.ops.indexer.loss_inputs import SparseLoss, WarmupLoss
+from mla_cupy.ops.operation import with_scales
 from mla_cupy.torch.call import call
 from mla_cupy.torch.docstrings import documented
 from mla_cupy.torch.gradients import prefill as prefill_gradient
@@ -145,12 +146,14 @@ def mla_decode(
     plan: TorchDecodePlan | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    out_scales: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     out_dtype: Any = None,
+    scales: str = "plain",
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     kernel: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     cu_seqlens_q, max_seqlen_q = (
         (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "max_seqlen_q"))
     )
@@ -184,6 +187,7 @@ def mla_decode(
         kv_scales,
         out,
         lse,
+        out_scales,
     )
     options = (
         scale,
@@ -197,17 +201,22 @@ def mla_decode(
         cp_world,
         cp_rank,
         out_dtype,
+        scales,
         lse_base,
         empty_lse,
         kernel,
     )
-    if is_plain_call(arrays) and (out is None) is (lse is None):
-        out, lse = run(Invocation(MLA_DECODE.operation, arrays, options, workspace, plan=plan_of(plan)))
+    if (
+        is_plain_call(arrays)
+        and (out is None) is (lse is None)
+        and (out_dtype is None or (out is None) is (out_scales is None))
+    ):
+        out, lse, out_scales = run(Invocation(MLA_DECODE.operation, arrays, options, workspace, plan=plan_of(plan)))
     elif plan is not None:
-        out, lse = call_planned(plan, arrays, options, workspace)
+        out, lse, out_scales = call_planned(plan, arrays, options, workspace)
     else:
-        out, lse = call(MLA_DECODE, arrays, options, workspace)
-    return out, lse
+        out, lse, out_scales = call(MLA_DECODE, arrays, options, workspace)
+    return with_scales(out, lse, out_scales)
 
 
 @documented
@@ -520,10 +529,12 @@ def sparse_mla_decode(
     empty_lse: float = -math.inf,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    out_scales: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     out_dtype: Any = None,
+    scales: str = "plain",
     kernel: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     out_cos, out_sin, out_positions = (
         (None, None, None)
         if out_rope is None
@@ -549,13 +560,30 @@ def sparse_mla_decode(
         gate,
         out,
         lse,
+        out_scales,
     )
-    options = (scale, math, kv_scale, kv_format, batch_invariant, split_tokens, lse_base, empty_lse, out_dtype, kernel)
-    if is_plain_call(arrays) and (out is None) is (lse is None):
-        out, lse = run(Invocation(SPARSE_MLA_DECODE.operation, arrays, options, workspace))
+    options = (
+        scale,
+        math,
+        kv_scale,
+        kv_format,
+        batch_invariant,
+        split_tokens,
+        lse_base,
+        empty_lse,
+        out_dtype,
+        scales,
+        kernel,
+    )
+    if (
+        is_plain_call(arrays)
+        and (out is None) is (lse is None)
+        and (out_dtype is None or (out is None) is (out_scales is None))
+    ):
+        out, lse, out_scales = run(Invocation(SPARSE_MLA_DECODE.operation, arrays, options, workspace))
     else:
-        out, lse = call(SPARSE_MLA_DECODE, arrays, options, workspace)
-    return out, lse
+        out, lse, out_scales = call(SPARSE_MLA_DECODE, arrays, options, workspace)
+    return with_scales(out, lse, out_scales)
 
 
 @documented

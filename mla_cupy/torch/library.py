@@ -70,6 +70,8 @@ class Operators:
     make, write : operator
         The operator that returns new tensors, and the one that writes to passed ones; equal for an operation without
         results.
+    results, returns : str
+        As passed.
     kinds, defaults : dict
         Type of each argument in the schema; default of each optional one.
     """
@@ -93,6 +95,7 @@ class Operators:
         self.inputs = tuple(array.name for array in operation.inputs)
         self.options: tuple[str, ...] = operation.options._fields
         self.outputs = tuple((output.name, output.needs, output.when) for output in operation.outputs)
+        self.results, self.returns = results, returns
         self.dtypes = frozenset(output.dtype_option for output in operation.outputs)
         self.make = self.write = define(
             name, f"({arguments}) -> {returns}", partial(make, describe), partial(fake, describe)

@@ -130,12 +130,14 @@ def _mla_decode(
     cp_world: Any = 1,
     cp_rank: Any = 0,
     out_dtype: Any = None,
+    scales: Any = "plain",
     lse_base: Any = "e",
     empty_lse: Any = None,
     kernel: Any = None,
     *,
     out: Any = None,
     lse: Any = None,
+    out_scales: Any = None,
     workspace: Any = None,
 ) -> Invocation:
     empty_lse = -inf if empty_lse is None else empty_lse
@@ -157,6 +159,7 @@ def _mla_decode(
         kv_scales,
         out,
         lse,
+        out_scales,
     )
     options = (
         scale,
@@ -170,6 +173,7 @@ def _mla_decode(
         cp_world,
         cp_rank,
         out_dtype,
+        scales,
         lse_base,
         empty_lse,
         kernel,
@@ -186,11 +190,11 @@ MLA_DECODE = Operators(
         "Tensor? tree_mask=None, Tensor? attn_sink=None, Tensor? out_cos=None, Tensor? out_sin=None, "
         'Tensor? out_positions=None, Tensor? w_uv=None, Tensor? gate=None, str math="exact", '
         "float q_scale=1.0, float kv_scale=1.0, Tensor? q_scales=None, Tensor? kv_scales=None, "
-        'str? kv_format=None, int cp_world=1, int cp_rank=0, ScalarType? out_dtype=None, str lse_base="e", '
-        "float? empty_lse=None, str? kernel=None"
+        'str? kv_format=None, int cp_world=1, int cp_rank=0, ScalarType? out_dtype=None, str scales="plain", '
+        'str lse_base="e", float? empty_lse=None, str? kernel=None'
     ),
-    results="Tensor(a!) out, Tensor(b!) lse",
-    returns="(Tensor, Tensor)",
+    results="Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? out_scales=None",
+    returns="(Tensor, Tensor, Tensor)",
     unwritten=("empty_lse",),
 )
 
@@ -544,10 +548,12 @@ def _sparse_mla_decode(
     lse_base: Any = "e",
     empty_lse: Any = None,
     out_dtype: Any = None,
+    scales: Any = "plain",
     kernel: Any = None,
     *,
     out: Any = None,
     lse: Any = None,
+    out_scales: Any = None,
     workspace: Any = None,
 ) -> Invocation:
     empty_lse = -inf if empty_lse is None else empty_lse
@@ -567,8 +573,21 @@ def _sparse_mla_decode(
         gate,
         out,
         lse,
+        out_scales,
     )
-    options = (scale, math, kv_scale, kv_format, batch_invariant, split_tokens, lse_base, empty_lse, out_dtype, kernel)
+    options = (
+        scale,
+        math,
+        kv_scale,
+        kv_format,
+        batch_invariant,
+        split_tokens,
+        lse_base,
+        empty_lse,
+        out_dtype,
+        scales,
+        kernel,
+    )
     return Invocation(BOUND_OPERATIONS["sparse_mla_decode"], arrays, options, workspace)
 
 
@@ -581,10 +600,11 @@ SPARSE_MLA_DECODE = Operators(
         "Tensor? extra_topk_length=None, Tensor? out_cos=None, Tensor? out_sin=None, "
         'Tensor? out_positions=None, Tensor? w_uv=None, Tensor? gate=None, str math="exact", '
         "float kv_scale=1.0, str? kv_format=None, bool batch_invariant=False, int split_tokens=4096, "
-        'str lse_base="e", float? empty_lse=None, ScalarType? out_dtype=None, str? kernel=None'
+        'str lse_base="e", float? empty_lse=None, ScalarType? out_dtype=None, str scales="plain", '
+        "str? kernel=None"
     ),
-    results="Tensor(a!) out, Tensor(b!) lse",
-    returns="(Tensor, Tensor)",
+    results="Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? out_scales=None",
+    returns="(Tensor, Tensor, Tensor)",
     unwritten=("empty_lse",),
 )
 

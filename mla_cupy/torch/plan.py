@@ -19,7 +19,7 @@ from mla_cupy.ops.entry import Plan, Request
 from mla_cupy.ops.groups import Fp8, Shard
 from mla_cupy.shapes import D_QK
 from mla_cupy.torch import library
-from mla_cupy.torch.call import arguments_of, check_kind, targets, with_dtypes
+from mla_cupy.torch.call import arguments_of, check_kind, targets, wanted_results, with_dtypes
 from mla_cupy.torch.derivatives import refuse, refuse_batches
 from mla_cupy.torch.library import define
 from mla_cupy.torch.operators import MLA_DECODE
@@ -85,6 +85,7 @@ def plan_decode(
     attn_sink: bool = False,
     out_rope: bool = False,
     d_head: int = 0,
+    fp8_out: bool = False,
     fp8: Fp8 | None = None,
     shard: Shard | None = None,
     batch_invariant: bool = False,
@@ -98,7 +99,7 @@ def plan_decode(
     ----------
     max_b, s_q, h_q, d_qk, kv_format, max_pages, page_size, dtype, q_rope, packed, window, tree_mask, attn_sink
         As there.
-    out_rope, d_head, fp8, shard, batch_invariant, split_tokens, kernel
+    out_rope, d_head, fp8_out, fp8, shard, batch_invariant, split_tokens, kernel
         As there.
     device : torch.device or str, optional
         PyTorch's. Default: the current GPU, if there is one, else the CPU.
@@ -203,13 +204,13 @@ _update = define(
 )
 _planned = define(
     "mla_decode_planned",
-    f"{_HEAD}) -> (Tensor, Tensor)",
+    f"{_HEAD}) -> {MLA_DECODE.returns}",
     partial(_run, library.make),
     partial(library.fake, _describe_fake),
 )
 _planned_out = define(
     "mla_decode_planned_out",
-    f"{_HEAD}, *, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    f"{_HEAD}, *, {MLA_DECODE.results}) -> ()",
     partial(_run, library.write),
     partial(library.fake_write, _describe_fake),
 )
@@ -230,17 +231,19 @@ def call_planned(
     arrays: tuple[torch.Tensor | None, ...],
     options: tuple[Any, ...],
     workspace: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor | None, ...]:
     """Call an operator with a plan: the one that returns results, or the one that writes to the passed tensors."""
     if workspace is not None:
         raise ArgumentError(explain("workspace", "a tensor, with a plan", "None: the plan has its own"))
     plan_of(plan)
     arguments, results = arguments_of(MLA_DECODE, arrays, options)
-    given = targets(results)
+    wanted = wanted_results(MLA_DECODE, arguments, results)
+    given = targets({name: results[name] for name in wanted})
     refuse_batches("mla_decode with a plan", {**arguments, **given})
     refuse("mla_decode", arguments)
     arguments = with_dtypes(MLA_DECODE, arguments)
     if not given:
-        return _planned(plan.workspace, plan.number, **arguments)  # type: ignore[no-any-return]
+        made = _planned(plan.workspace, plan.number, **arguments)
+        return tuple(x if name in wanted else None for (name, _, _), x in zip(MLA_DECODE.outputs, made, strict=True))
     _planned_out(plan.workspace, plan.number, **arguments, **given)
-    return given["out"], given["lse"]
+    return tuple(given.get(name) for name, _, _ in MLA_DECODE.outputs)

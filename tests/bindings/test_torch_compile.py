@@ -124,7 +124,7 @@ def test_plans(torch: Any, of_torch: Any, write: bool, by_operator: bool) -> Non
         name = "mla_decode_planned_out" if write else "mla_decode_planned"
         held = {"workspace": plan.workspace, "plan": plan.number}
         got = getattr(torch.ops.mla_cupy, name)(**held, **given, **call.options, **chosen)
-        check(torch, tuple(targets.values()) if write else got, wanted)
+        check(torch, *((tuple(targets.values()), wanted) if write else (got, call.of_operator())))
     else:
         check(torch, flat(of_torch.mla_decode)(**given, plan=plan, **chosen), wanted)
 
@@ -183,16 +183,22 @@ def test_a_step_that_appends_to_its_cache(torch: Any, of_torch: Any) -> None:
 
 def test_mutations_are_declared(torch: Any, of_torch: Any) -> None:
     """Each operator's schema says what it writes, and nothing else."""
-    for operation, (changed, names) in {call.operation: (call.changed, call.outputs) for call in CALLS}.items():
+    for operation, (changed, outputs) in {
+        call.operation: (call.changed, call.record.outputs) for call in CALLS
+    }.items():
         schema = getattr(torch.ops.mla_cupy, operation).default._schema
         assert {x.name for x in schema.arguments if x.is_write} == set(changed)
-        if names:
+        if outputs:
             written = getattr(torch.ops.mla_cupy, f"{operation}_out").default._schema
-            assert {x.name for x in written.arguments if x.is_write} == {*names, *changed, "workspace"}
+            assert {x.name for x in written.arguments if x.is_write} == {
+                *(x.name for x in outputs),
+                *changed,
+                "workspace",
+            }
     for name, wanted in (
         ("decode_plan_update", {"workspace"}),
         ("mla_decode_planned", {"workspace"}),
-        ("mla_decode_planned_out", {"workspace", "out", "lse"}),
+        ("mla_decode_planned_out", {"workspace", "out", "lse", "out_scales"}),
     ):
         schema = getattr(torch.ops.mla_cupy, name).default._schema
         assert {x.name for x in schema.arguments if x.is_write} == wanted

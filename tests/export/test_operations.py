@@ -36,6 +36,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "decode",
         {"h_q": 64, "page_size": 64, "dtype": "float16", "d_head": 192, "arrays": ("w_uv", "gate", "q_rope")},
     ),
+    "decode-codes": ("decode", {"h_q": 16, "s_q": 2, "page_size": 64, "out_dtype": "float8_e4m3fn"}),
+    "decode-packed-codes": (
+        "decode",
+        {"h_q": 16, "s_q": 2, "page_size": 64, "out_dtype": "float8_e4m3fn", "arrays": ("cu_seqlens_q",)},
+    ),
     "mla_prepare": (
         "mla_prepare",
         {"h_q": 16, "kv_format": "v32", "page_size": 64, "arrays": ("cos", "sin", "positions")},
@@ -71,6 +76,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "sparse_decode-nope": ("sparse_decode", {"h_q": 64, "kv_format": "v32-nope", "page_size": 64, "topk": 2048}),
+    "sparse_decode-codes": (
+        "sparse_decode",
+        {"h_q": 16, "kv_format": "v32", "page_size": 64, "topk": 512, "out_dtype": "float8_e4m3fn"},
+    ),
     "sparse_decode": ("sparse_decode", {"h_q": 16, "kv_format": "v32", "page_size": 64, "topk": 2048}),
     "indexer_logits_paged": ("indexer_logits_paged", {"h_q": 64, "page_size": 64}),
     "indexer_topk": ("indexer_topk", {"topk": 2048}),

@@ -223,6 +223,12 @@ def test_partial_dtypes(dtype: Any) -> None:
         ContextParallel(HostTransport(LocalGroup(1).member(0)), partial_dtype=dtype)
 
 
+def test_results_of_ranks_are_not_quantised() -> None:
+    context = ContextParallel(HostTransport(LocalGroup(1).member(0)))
+    with pytest.raises(DTypeError, match="out_dtype: got float8_e4m3fn, expected 16 bits or float32"):
+        flat(context.decode)(*Batch((5,), h_q=4).shard(1, 0), out_dtype="float8_e4m3fn")
+
+
 SCRIPT = """
 import sys
 import numpy as np

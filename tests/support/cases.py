@@ -131,16 +131,19 @@ class DecodeInputs:
     @cached_property
     def exact(self) -> tuple[Array, Array]:
         """out and lse of the oracle."""
-        return reference.mla_decode(*self.arguments, **self.case.options)
+        out, lse = reference.mla_decode(*self.arguments, **self.case.options)
+        return out, lse
 
     @cached_property
     def rounded(self) -> tuple[Array, Array]:
         """out and lse of the oracle with the kernels' roundings."""
         if not self.case.record:
-            return reference.mla_decode(*self.arguments, **self.case.options, rounding=self.case.dtype)
+            out, lse = reference.mla_decode(*self.arguments, **self.case.options, rounding=self.case.dtype)
+            return out, lse
         arguments = self.q, as_read(self.case.record, self.kv_cache), self.block_table, self.seqlens
         rounding = self.case.dtype if self.case.record == "v4" else "float16"
-        return reference.mla_decode(*arguments, **self.case.options, rounding=rounding)
+        out, lse = reference.mla_decode(*arguments, **self.case.options, rounding=rounding)
+        return out, lse
 
 
 @np.errstate(over="ignore")

@@ -58,11 +58,14 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "sparse_mla_backward": {"scale": SCALE},
     "sparse_mla_forward": {"scale": SCALE},
 }
-#: Inputs that a good call does without: with them others have other axes or dtypes, or none.
+#: Arrays that a good call does without: with them others have other axes or dtypes, or none.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
-    "mla_decode": ("q_rope", "cu_seqlens_q", "out_cos", "out_sin", "out_positions", "q_scales", "kv_scales"),
+    "mla_decode": (
+        *("q_rope", "cu_seqlens_q", "out_cos", "out_sin", "out_positions", "q_scales", "kv_scales"),
+        "out_scales",
+    ),
     "mla_prefill": ("q_scales", "k_scales", "v_scales"),
-    "sparse_mla_decode": ("out_cos", "out_sin", "out_positions"),
+    "sparse_mla_decode": ("out_cos", "out_sin", "out_positions", "out_scales"),
 }
 #: Hardly an array of any operation has them.
 FOREIGN_DTYPES = ("float64", "int64")
@@ -121,14 +124,14 @@ def _good_call(name: str, seed: int) -> Call:
             call[array.name] = values.astype(np.int32)
         else:
             call[array.name] = rng.standard_normal(shape, np.float32).astype(dtypes.numpy_dtype(dtype))
-    for output in operation.outputs:
+    for output in outputs_of(operation):
         shape = tuple(size_of(operation, axis) for axis in axes_of(output))
         call[output.name] = np.full(shape, 7, dtypes.numpy_dtype(_dtype_of(operation, output)))
     return call
 
 
 def output_names(operation: Operation) -> tuple[str, ...]:
-    return tuple(output.name for output in operation.outputs)
+    return tuple(output.name for output in outputs_of(operation))
 
 
 def inputs_of(operation: Operation) -> list[Input]:
@@ -137,9 +140,15 @@ def inputs_of(operation: Operation) -> list[Input]:
     return [array for array in operation.inputs if array.name not in left_out]
 
 
+def outputs_of(operation: Operation) -> list[Output]:
+    """Outputs of `good_call`."""
+    left_out = LEFT_OUT.get(operation.name, ())
+    return [array for array in operation.outputs if array.name not in left_out]
+
+
 def arrays_of(operation: Operation) -> Iterator[Input | Output]:
     yield from inputs_of(operation)
-    yield from operation.outputs
+    yield from outputs_of(operation)
 
 
 # ---- Mistakes ---------------------------------------------------------------------------------------------------

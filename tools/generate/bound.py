@@ -139,9 +139,15 @@ def for_compilers(parameter: inspect.Parameter) -> inspect.Parameter:
 def returned_by(one: Bound, array: str) -> str:
     """The type of what a function returns."""
     if one.operation.returns is not None:
-        return str(one.operation.returns.__name__)
+        return returned_kind(one, array)
     kinds = [f"{array} | None" if x.needs or x.when else array for x in one.operation.outputs]
     return f"tuple[{', '.join(kinds)}]" if len(kinds) > 1 else kinds[0] if kinds else "None"
+
+
+def returned_kind(one: Bound, array: str) -> str:
+    """The type of what a function returns that does not return all results: a named tuple, or one of any length."""
+    returns = one.operation.returns
+    return str(returns.__name__) if isinstance(returns, type) else f"tuple[{array}, ...]"
 
 
 def function_of(head: str, body: str) -> str:

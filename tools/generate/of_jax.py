@@ -13,6 +13,7 @@ from tools.generate.bound import (
     groups_of,
     left_out_of_objective,
     names_of,
+    returned_kind,
     returns_of,
     signature_of,
     tuple_of,
@@ -56,7 +57,7 @@ def _function(one: Bound) -> str:
     kinds += [f"jax.Array{' | None' * (name in one.operation.optional)}" for name in results[len(kinds) :]]
     returned = f"tuple[{', '.join(kinds)}]" if len(kinds) > 1 else kinds[0]
     if one.operation.returns is not None:
-        returned = one.operation.returns.__name__
+        returned = returned_kind(one, "jax.Array")
     head = f"def {one.name}({signature_of(one, LEFT_OUT, 'jax.Array', more)}) -> {returned}:"
     lines = [*ungrouped(one), f"arrays = {tuple_of([*one.inputs, *one.outputs])}"]
     lines.append(f"options = {tuple_of(one.options)}")

@@ -174,7 +174,9 @@ def _agreement(one: Bound) -> Iterator[str]:
         needs, when = group
         names = [x.name for x in one.operation.outputs if (x.needs, x.when) == group]
         agree = " is ".join(f"({name} is None)" for name in (always[0], *names))
-        yield f"({f'{needs} is None' if needs else f'{when} is False'} or {agree})"
+        dtypes = {x.dtype_option for x in one.operation.outputs}
+        absent = f"{needs or when} is {'None' if needs or when in dtypes else 'False'}"
+        yield f"({absent} or {agree})"
 
 
 def _objective(one: Bound) -> str:

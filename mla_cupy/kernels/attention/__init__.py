@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.attention import combine, combine_project, generic, mma, row_lists, schedule
+from mla_cupy.kernels.attention import combine, combine_project, generic, mma, quantize_output, row_lists, schedule
 from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = [
@@ -15,6 +15,7 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     combine_project.KERNEL,
     generic.KERNEL,
     *mma.KERNELS,
+    quantize_output.KERNEL,
     row_lists.KERNEL,
     schedule.KERNEL,
 )

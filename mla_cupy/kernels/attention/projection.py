@@ -92,7 +92,7 @@ def parts(variant: Variant, d_head: int) -> int:
 
 def addresses(call: Call) -> ProjectionAddresses:
     """The weights, and the result."""
-    return ProjectionAddresses(w_uv="w_uv", gate=call.name("gate"), projected="out")
+    return ProjectionAddresses(w_uv="w_uv", gate=call.name("gate"), projected=call.name("out"))
 
 
 def share_tokens(call: Call, build: Build) -> int:

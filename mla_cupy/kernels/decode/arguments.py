@@ -46,7 +46,7 @@ def params_of(config: DecodeConfig, call: Call, splits: int) -> DecodeParams:
         block_table="block_table",
         seqlens="seqlens",
         schedule=config.schedule_part,
-        out=config.finish.out,
+        out=config.finish.place(call),
         lse="lse",
         attn_sink=call.name("attn_sink"),
         partial_out="partial_out",

@@ -59,6 +59,13 @@ class _Config:
         """True if partial results are bfloat16 where results are."""
         return False
 
+    @property
+    def tokens(self) -> int:
+        """The most query tokens of a call; only where the largest batch is known."""
+        batch = self.problem.batch
+        assert batch is not None
+        return batch.queries or batch.b * self.problem.s_q
+
     def requests(self, b: int, s_q: int) -> int:
         """Requests of the schedule of `b` sequences with `s_q` queries each, or packed queries in all."""
         return b
@@ -190,6 +197,11 @@ class InPieces(_Config):
         """See `_Config.max_b`."""
         return self.pieces.max_b
 
+    @property
+    def tokens(self) -> int:
+        """See `_Config.tokens`."""
+        return self.max_b * self.problem.s_q
+
     def workspace(self) -> Layout:
         """The schedule, then the partial results."""
         pieces = self.pieces.max_b * self.pieces.max_pieces if self.combine_blocks else 0
@@ -301,6 +313,11 @@ class InGroupedPieces(_OfGroups):
     combine_blocks: int
 
     continued_index: ClassVar[int] = 0
+
+    @property
+    def tokens(self) -> int:
+        """See `_Config.tokens`: `pieces` counts groups."""
+        return self.pieces.max_b * self.groups.queries
 
     def workspace(self) -> Layout:
         """The schedule and the groups, then the partial results."""

@@ -1,6 +1,6 @@
 """Steps after the attention kernel of dense decode: the merge of split requests, and the multiplication by W_UV.
 
-Every class defines where the attention kernel writes results (`out`, its strides, `out_is_fp32`), whether a combine
+Every class defines where the attention kernel writes results (`place`, its strides, `out_is_fp32`), whether a combine
 runs (`combines`), and the finish's additions to the workspace, to the builds and, after the combine, to the steps.
 """
 
@@ -24,16 +24,19 @@ from mla_cupy.kernels.spec import KernelSpec, Variant
 class _Unprojected:
     """Results are the caller's `out`."""
 
-    out: ClassVar[str] = "out"
     unit_tiles: ClassVar[int] = 0
+
+    def place(self, call: Call) -> str:
+        """Name of the array that the attention kernel writes results to."""
+        return call.name("out")
 
     def out_strides(self, call: Call, problem: DecodeProblem) -> tuple[int, int, int]:
         """Strides of the axes b, s_q and h_q, in elements."""
-        return query_strides(call, self.out)
+        return query_strides(call, "out")
 
     def out_is_fp32(self, call: Call) -> bool:
         """True if the attention kernel writes results in float32."""
-        return call.view(self.out).dtype == "float32"
+        return call.view("out").dtype == "float32"
 
     def blocks(self, resident: int) -> int:
         """Blocks of the combine, at most `resident`."""
@@ -72,7 +75,9 @@ class _Projected:
 
     build: Build
 
-    out: ClassVar[str] = LATENTS
+    def place(self, call: Call) -> str:
+        """See `_Unprojected.place`."""
+        return LATENTS
 
     def out_strides(self, call: Call, problem: DecodeProblem) -> tuple[int, int, int]:
         """See `_Unprojected.out_strides`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.attention import combine, combine_project, generic, mma
+from mla_cupy.kernels.attention import combine, combine_project, generic, mma, quantize_output
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.projection import is_apart
 from mla_cupy.kernels.decode import (
@@ -34,6 +34,7 @@ from mla_cupy.kernels.decode.schedule_groups import Groups
 from mla_cupy.kernels.decode.schedule_pieces import Pieces
 from mla_cupy.kernels.pipeline import Call, Launch, Layout, Pipeline, Step
 from mla_cupy.kernels.projection import results
+from mla_cupy.kernels.spec import PLAIN
 from mla_cupy.runtime.device import DeviceInfo
 
 
@@ -81,9 +82,17 @@ class DecodePipeline(Pipeline[DecodeConfig]):
 
     def workspace(self, config: DecodeConfig) -> Layout:
         """See `Pipeline.workspace`."""
-        return config.workspace()
+        problem, layout = config.problem, config.workspace()
+        if not problem.fp8_out:
+            return layout
+        results_16 = quantize_output.workspace(config.tokens * problem.h_q, problem.d_head or problem.d_v)
+        return Layout({**results_16, **layout.sizes})  # the tickets stay last
 
     def steps(self, config: DecodeConfig, call: Call) -> list[Step]:
+        """The launches up to results in 16 bits or float32, and the conversion to FP8 for such a result."""
+        return quantize_output.steps(call, config.problem.half, lambda call: self._attend(config, call))
+
+    def _attend(self, config: DecodeConfig, call: Call) -> list[Step]:
         """The schedule, unless a plan has it, the attention and the merge; nothing for an empty batch."""
         b, s_q = batch_of(call)
         if b == 0 or s_q == 0:
@@ -100,7 +109,8 @@ class DecodePipeline(Pipeline[DecodeConfig]):
     def builds(self, config: DecodeConfig) -> Builds:
         """Every kernel that a call of this configuration may launch."""
         merge = config.merge_builds() if config.finish.combines else []
-        return [*config.schedule_builds(), (config.kernel, config.variant), *merge, *config.finish.builds()]
+        codes = [(quantize_output.KERNEL, PLAIN[0])] if config.problem.fp8_out else []
+        return [*config.schedule_builds(), (config.kernel, config.variant), *merge, *config.finish.builds(), *codes]
 
 
 def _in_groups(problem: DecodeProblem, kernel: AttentionKernel[DecodeProblem], device: DeviceInfo) -> InGroups:

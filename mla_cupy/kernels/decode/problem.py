@@ -83,7 +83,7 @@ class DecodeProblem:
     `aligned`: q and the cache start at, and step by, multiples of 16 bytes, as TMA requires. For FP8 formats this
     concerns the queries alone, in calls with optional inputs. `record` is the FP8 format of the cache, "" for rows of
     `dtype`. `math` is "exact", "fp8" or "fp8x2". For packed queries `s_q` is the usual number. `d_head` is the width
-    after W_UV, 0 without it.
+    after W_UV, 0 without it. `fp8_out`: results are e4m3 codes with scales.
 
     `batch` may be None; then the choice among kernels ignores the batch size. Problems that differ in nothing else are
     equal, since a plan serves smaller batches than its own.
@@ -99,6 +99,7 @@ class DecodeProblem:
     math: str = "exact"
     forms: Forms = NO_FORMS
     d_head: int = 0
+    fp8_out: bool = False
     batch: Batch | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -109,7 +110,7 @@ class DecodeProblem:
     @property
     def told(self) -> dict[str, Any]:
         """Properties that the caller passes, by name."""
-        names = ("s_q", "h_q", "dtype", "d_qk", "tree_mask", "math", "d_head")
+        names = ("s_q", "h_q", "dtype", "d_qk", "tree_mask", "math", "d_head", "fp8_out")
         told = {name: getattr(self, name) for name in names}
         return {**told, "kv_format": self.record or None, **self.forms._asdict()}
 
@@ -138,6 +139,7 @@ class DecodeOptions(NamedTuple):
     cp_world: int
     cp_rank: int
     out_dtype: str | None
+    scales: str
     lse_base: str
     empty_lse: float
     kernel: str | None

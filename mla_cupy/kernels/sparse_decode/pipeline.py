@@ -12,7 +12,7 @@ from typing import cast
 from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS, format_of
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.attention import combine, combine_project, record_layout, row_lists
+from mla_cupy.kernels.attention import combine, combine_project, quantize_output, record_layout, row_lists
 from mla_cupy.kernels.attention import schedule as attention_schedule
 from mla_cupy.kernels.attention.heuristics import merge_cost
 from mla_cupy.kernels.attention.kernel import AttentionKernel
@@ -106,9 +106,11 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         """Lists and schedule, if they are in memory, two partial results per split, and results to be projected."""
         problem, splits = config.problem, config.cuts.num_splits
         partial_rows = (1 if config.pieces else 2) * splits * problem.h_q if config.combine_blocks else 0
-        latents = problem.queries * problem.h_q if config.projection else 0
+        rows = problem.queries * problem.h_q
+        latents = rows if config.projection else 0
         return Layout(
             {
+                **(quantize_output.workspace(rows, problem.d_head or D_V) if problem.fp8_out else {}),
                 **(row_lists.list_sizes(problem.queries, problem.topk) if config.listed else {}),
                 "schedule": _schedule_nbytes(config),
                 "partial_lse": 4 * partial_rows,
@@ -118,6 +120,10 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         )
 
     def steps(self, config: SparseDecodeConfig, call: Call) -> list[Step]:
+        """The launches up to results in 16 bits or float32, and the conversion to FP8 for such a result."""
+        return quantize_output.steps(call, config.problem.dtype, lambda call: self._attend(config, call))
+
+    def _attend(self, config: SparseDecodeConfig, call: Call) -> list[Step]:
         """No launch if there is no query."""
         problem, splits = config.problem, config.cuts.num_splits
         if problem.queries == 0:
@@ -173,7 +179,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             block_table="rows" if config.listed else "indices",
             seqlens="counts" if config.listed else lengths,
             schedule="schedule" if config.has_schedule else NULL,
-            out=combine_project.LATENTS if projects else "out",
+            out=combine_project.LATENTS if projects else call.name("out"),
             lse="lse",
             attn_sink=call.name("attn_sink"),
             partial_out="partial_out",

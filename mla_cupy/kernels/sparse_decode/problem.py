@@ -15,8 +15,8 @@ class SparseDecodeProblem:
 
     `topk` counts both lists together. `aligned`: q starts at, and steps by, multiples of 16 bytes; `ragged`: the
     lengths of lists are in memory; `compact`: the second cache has the compact format of `record`. `d_head` is the
-    width after W_UV, 0 without it. `math` is "exact" or "fp8". A batch-invariant call cuts each list into pieces of
-    `piece_tiles`; 0 for others.
+    width after W_UV, 0 without it. `fp8_out`: results are e4m3 codes with scales. `math` is "exact" or "fp8". A
+    batch-invariant call cuts each list into pieces of `piece_tiles`; 0 for others.
     """
 
     queries: int
@@ -30,6 +30,7 @@ class SparseDecodeProblem:
     compact: bool = False
     math: str = "exact"
     piece_tiles: int = 0
+    fp8_out: bool = False
 
     @property
     def tiles(self) -> int:
@@ -54,4 +55,5 @@ class SparseDecodeOptions(NamedTuple):
     lse_base: str
     empty_lse: float
     out_dtype: str | None
+    scales: str
     kernel: str | None

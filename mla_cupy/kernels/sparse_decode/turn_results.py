@@ -26,7 +26,7 @@ def launch(call: Call, of_query: int) -> Launch:
     b, s_q, h_q = out.shape[:3]
     position_bytes = TABLE[positions.dtype].nbytes
     params = SparseDecodeTurnParams(
-        out="out",
+        out=call.name("out"),
         cos="out_cos",
         sin="out_sin",
         positions="out_positions",
