@@ -32,7 +32,7 @@ constexpr i32 kThreads = kAppendThreads;
 constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kMaxDNope = MLA_MAX_D_NOPE;                                   // rows of W_UK
 constexpr i32 kWarpColumns = 32;                                            // columns whose weights a warp keeps
-constexpr i32 kMaxColumns = kMaxDNope <= 128 ? 128 : 64;                    // of a block
+constexpr i32 kMaxColumns = kMaxDNope <= 192 ? 128 : 64;                    // of a block
 constexpr i32 kMinColumns = 64;                                             // for few heads
 constexpr i32 kTile = 16;                                                   // tokens of a product
 constexpr i32 kStep = __CUDA_ARCH__ >= 800 ? 2 * kTile : kTile;             // tokens at a time

@@ -527,6 +527,7 @@ MLA_DEVICE void store(const PrepareParams& p, const Place& place, const Elements
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     mla_indexer_prepare_quantize(const __grid_constant__ PrepareParams p) {
     griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const i64 vectors = (i64)p.n * p.h;
     const i64 warp = (i64)blockIdx.x * (kThreads / kWarpThreads) + threadIdx.x / kWarpThreads;
     const i64 first = warp * kWarpVectors * p.group_vectors + threadIdx.x % kWarpThreads / kLanes;
@@ -562,6 +563,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
         const u32 scales = keys_are_e2m1(p) ? e2m1_scales(x) : 0;
         if (is_there) store(p, place, x, scale, weight, scales);
     }
-    griddepcontrol_launch_dependents();
 }
 }  // namespace mla::indexer::prepare

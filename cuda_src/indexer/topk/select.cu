@@ -513,6 +513,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMaxThreads / kThreads)
     const i32 rank = (i32)blockIdx.x % kClusterBlocks;
     init_digits(storage, storage.scratch.digits, rank);
     griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const i32 t = p.s_q - 1 - (i32)(blockIdx.x / kClusterBlocks);
     const Row row = resolve_row(p, t, rank);
     const i32 count = min(p.k, row.length());
@@ -523,6 +524,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMaxThreads / kThreads)
     if (rank == 0 && threadIdx.x == 0) p.counts[t * p.counts_stride_elems] = count;
     if (p.by_value && rank == 0) put_by_value(storage.sorted, to, count);
     finish(to, rank, count);
-    griddepcontrol_launch_dependents();
 }
 }  // namespace mla::indexer::topk

@@ -12,13 +12,13 @@ from mla_cupy.kernels.spec import KernelSpec, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_HEADS, D_V
 
-MAX_COLUMNS = {128: 128, max(D_HEADS): 64}
+MAX_COLUMNS = {128: 128, 192: 128, max(D_HEADS): 64}
 """Rows of W_UK that the builds have room for, and the most columns of absorbed queries of a block."""
 TILE_TOKENS = 16
 """Tokens of a product; shares of the tokens are multiples of it."""
 LEAST_COLUMNS = 64
 """Columns of a block where there are few heads."""
-_BLOCKS_PER_SM = {128: 4, max(D_HEADS): 2}
+_BLOCKS_PER_SM = {128: 4, 192: 2, max(D_HEADS): 2}
 _SHARE_TOKENS = 32
 """Tokens of a block below which sharing them out does not pay for reading W_UK again."""
 
