@@ -14,8 +14,8 @@
 //   load    K2 V2 Q  K1                  K0 V1                V0      next item: K V Q ...
 //   clean   V2: values that not every query sees become finite
 //
-// Only an item's first tiles look for maxima. From then on the reference moves where weights get large; where they
-// overflow, the item comes again and looks for maxima in all tiles.
+// Only an item's first tiles look for maxima. After them the reference moves if weights become large. If weights
+// overflow, the item runs again and looks for maxima in all tiles.
 //
 // The warpgroups take turns issuing their matmuls, so that one computes exponentials while the other uses the tensor
 // cores. Operands need no copies: the last 64 columns of queries and keys have tensor maps of their own, and rows may
@@ -148,8 +148,8 @@ MLA_DEVICE void init_storage(Storage& s) {
     fence_mbarrier_init();
 }
 
-// Where a row's sums have become NaN or infinite, the slot's item comes again: with maxima of all tiles, and all values
-// cleaned. The first pass of a masked item takes hidden values as they are, since few are not finite.
+// An item whose sums became NaN or infinite runs again, with maxima of all tiles and all values cleaned. Its first pass
+// takes values that a mask hides as they are, since few are not finite.
 MLA_DEVICE bool comes_again(const Storage& s, i32 slot) { return s.repeats.again[slot]; }
 
 // ---- Load role -------------------------------------------------------------------------------------------------
@@ -530,7 +530,7 @@ MLA_DEVICE void tile_max(float (&to)[kFragmentRows], const float (&scores)[kScor
     }
 }
 
-// The scores become weights relative to the references; returns the thread's sums of them.
+// Turns scores into weights relative to the references; `of_tile` are the thread's sums of them.
 MLA_DEVICE void weigh(Math& math, float (&of_tile)[kFragmentRows], float scale_log2) {
     float sums[kFragmentRows][kChains] = {};
 #pragma unroll
@@ -543,7 +543,7 @@ MLA_DEVICE void weigh(Math& math, float (&of_tile)[kFragmentRows], float scale_l
     for (i32 r = 0; r < kFragmentRows; ++r) of_tile[r] = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]);
 }
 
-// The references follow the tile's maxima first.
+// Moves the references to the tile's maxima before.
 MLA_DEVICE attention::RowScale weigh_below_maxima(Math& math, float scale_log2) {
     float tile_maxima[kFragmentRows], maxima[kFragmentRows], of_tile[kFragmentRows];
     tile_max(tile_maxima, math.scores, scale_log2);
@@ -555,17 +555,17 @@ MLA_DEVICE attention::RowScale weigh_below_maxima(Math& math, float scale_log2) 
     return scale;
 }
 
-// Without maxima, weights may exceed 1. A reference moves once a thread's sum in a tile exceeds this: weights then are
-// as small as under a lazy maximum.
+// Limit of a thread's sum in a tile without maxima. A reference moves where a sum exceeds it, so weights are as small
+// as with a lazy maximum.
 constexpr float kLargestSum = 256.f;
-static_assert(kLargestSum == 1 << (i32)attention::kLazyMaxLog2, "the same limit");
+static_assert(kLargestSum == 1 << (i32)attention::kLazyMaxLog2, "the limit of a lazy maximum");
 
 MLA_DEVICE bool any_large(const float (&of_tile)[kFragmentRows]) {
     return __any_sync(kFullWarp, fmaxf(of_tile[0], of_tile[1]) > kLargestSum);
 }
 
-// Rare: the references of rows with large sums move to the tile's maxima. Where the inverse of a weight would be
-// subnormal, the row's sum becomes infinite instead.
+// Cold: moves the references of rows with large sums to the tile's maxima. A row with a weight whose inverse would be
+// subnormal gets an infinite sum instead.
 constexpr float kMostLog2 = 126.f;
 MLA_DEVICE void lower_weights(Math& math, float (&of_tile)[kFragmentRows]) {
     float largest[kFragmentRows];
@@ -607,8 +607,8 @@ MLA_DEVICE void first_step(const PrefillParams& p, Storage& s, Math& math, const
     pack_weights(math);
 }
 
-// Computes the scores of a tile of keys, and overlaps the values of the previous one. Only with kFindsMaxima may keys
-// be hidden, or rows have seen none before; with a mask they always may.
+// Computes the scores of a tile of keys, and overlaps the values of the previous one. Without kFindsMaxima, all rows
+// see all keys of the tile and have a reference.
 template <bool kFindsMaxima>
 MLA_DEVICE void step(const PrefillParams& p, Storage& s, Math& math, const QueryTile& tile, i32 keys) {
     math.k.wait_full(s.k_full);
@@ -676,7 +676,7 @@ MLA_DEVICE void attend(const PrefillParams& p, Storage& s, Math& math, const Que
     if (skips) skip_keys(s, math);
     first_step(p, s, math, tile, i--);
     if (skips) skip_values(s, math);
-    // Also of the first whole tile: all rows see a key of it, though maybe none of a tile before.
+    // The first whole tile is the first one that every row is sure to see.
     const i32 with_maxima = max(0, keys.whole - (keys.whole < keys.count));
 #pragma unroll 1
     for (; i >= with_maxima; --i) step<true>(p, s, math, tile, i);
@@ -706,8 +706,8 @@ MLA_DEVICE void add_nonfinite(const PrefillParams& p, Storage& s, Math& math, co
     }
 }
 
-// True if the warp stores no result now. On the first pass that happens if a sum is not finite, with a mask of values,
-// too; the warp then asks for the item again, and stores on the second pass.
+// Returns true if the warp stores no result now: on the first pass if a row's sum of weights is not finite, or with a
+// mask its output. The warp then asks for the item again, and stores on the second pass.
 MLA_DEVICE bool stores_nothing(Storage& s, const Math& math, const QueryTile& tile) {
     u8& wanted = s.repeats.wanted[math.work.stage][math.warpgroup * kWarpgroupWarps + math.thread / kWarpThreads];
     if (__any_sync(kFullWarp, s.repeats.again[math.work.stage])) return !__any_sync(kFullWarp, wanted);
