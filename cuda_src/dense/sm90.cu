@@ -1,7 +1,7 @@
 // Dense attention on Hopper: keys and values per head, over sequences that lie one after another.
 //
 //   S = Q K^T * scale            (128 x d_qk) (d_qk x kTileKeys) per tile of keys
-//   P = exp2(S log2(e) - m)      m: running row maximum
+//   P = exp2(S log2(e) - m)      m: the row's reference, near its running maximum
 //   l = sum of P,  O = P V       P stays in registers
 //   out = O / l,   lse = ln 2 (m + log2 l),   merged with an earlier state
 //
@@ -13,6 +13,9 @@
 //   math_1         | Q K2 | softmax 2  | Q K1, P2 V2 | softmax 1   | Q K0, P1 V1 | softmax 0 | P0 V0 | ...
 //   load    K2 V2 Q  K1                  K0 V1                V0      next item: K V Q ...
 //   clean   V2: values that not every query sees become finite
+//
+// Only an item's first tiles look for maxima. After them the reference moves if weights become large. If weights
+// overflow, the item runs again and looks for maxima in all tiles.
 //
 // The warpgroups take turns issuing their matmuls, so that one computes exponentials while the other uses the tensor
 // cores. Operands need no copies: the last 64 columns of queries and keys have tensor maps of their own, and rows may
@@ -98,7 +101,7 @@ struct WorkSlot {
     i32 nonfinite;
 };
 
-// In builds with a mask, for each slot: ...
+// For each slot: ...
 struct Repeats {
     alignas(u64) u8 wanted[kWorkSlots][kMathWarps];  // ... 1 if a warp requests its item again, ...
     bool again[kWorkSlots];                          // ... and true if it comes again
@@ -141,13 +144,13 @@ MLA_DEVICE void init_storage(Storage& s) {
     for (MBarrier& raw : s.v_raw) mbarrier_init(raw, 1);
     mbarrier_init(s.exponentiated, kMaxArrivals);
     if (kHasMask) init_ring(s.mask_full, s.mask_empty, kCleanWarps, kMathWarps);
-    for (i32 slot = 0; kHasMask && slot < kWorkSlots; ++slot) s.repeats.wanted_by_any(slot) = 0;
+    for (i32 slot = 0; slot < kWorkSlots; ++slot) s.repeats.wanted_by_any(slot) = 0;
     fence_mbarrier_init();
 }
 
-// With a mask any value may be hidden from a query, but few values are not finite. They are taken as they are; where
-// the sums have become NaN or infinite, the slot's item comes again, all values cleaned.
-MLA_DEVICE bool comes_again(const Storage& s, i32 slot) { return kHasMask && s.repeats.again[slot]; }
+// An item whose sums became NaN or infinite runs again, with maxima of all tiles and all values cleaned. Its first pass
+// takes values that a mask hides as they are, since few are not finite.
+MLA_DEVICE bool comes_again(const Storage& s, i32 slot) { return s.repeats.again[slot]; }
 
 // ---- Load role -------------------------------------------------------------------------------------------------
 struct Maps {
@@ -203,10 +206,8 @@ struct Loader {
         slot.head = head;
         slot.nonfinite = 0;
         s.huge[work.stage].clear();
-        if (kHasMask) {
-            s.repeats.again[work.stage] = again;
-            if (!again) s.repeats.wanted_by_any(work.stage) = 0;
-        }
+        s.repeats.again[work.stage] = again;
+        if (!again) s.repeats.wanted_by_any(work.stage) = 0;
         mbarrier_arrive(s.work_full[work.stage]);
         work.advance();
         return head;
@@ -268,10 +269,10 @@ MLA_DEVICE void run_load_role(const PrefillParams& p, Storage& s, const Maps& ma
 #pragma unroll 1
     while (true) {
         QueryTile tile;
-        const bool again = kHasMask && loader.repeats(index >= num_tiles * p.h_q);
+        const bool again = loader.repeats(index >= num_tiles * p.h_q);
         const i32 head = loader.announce(index, num_tiles, tile, again);
         if (head < 0) break;
-        loader.load(kHasMask ? s.work[loader.work.before()].tile : tile, head);
+        loader.load(s.work[loader.work.before()].tile, head);
         if (again) continue;
         index = scheduled ? (i32)gridDim.x + atomicAdd(&p.schedule->next_item, 1) : item_of_turn(++turn);
     }
@@ -529,12 +530,9 @@ MLA_DEVICE void tile_max(float (&to)[kFragmentRows], const float (&scores)[kScor
     }
 }
 
-// The scores become weights relative to the running maximum, and count in the rows' sums.
-MLA_DEVICE attention::RowScale exponentiate(Math& math, float scale_log2) {
-    float tile_maxima[kFragmentRows], maxima[kFragmentRows], sums[kFragmentRows][kChains] = {};
-    tile_max(tile_maxima, math.scores, scale_log2);
-    attention::lazy_max(maxima, math.rows, tile_maxima);
-    const attention::RowScale scale = math.rows.move_max(maxima);
+// Turns scores into weights relative to the references; `of_tile` are the thread's sums of them.
+MLA_DEVICE void weigh(Math& math, float (&of_tile)[kFragmentRows], float scale_log2) {
+    float sums[kFragmentRows][kChains] = {};
 #pragma unroll
     for (i32 i = 0; i < kScores; ++i) {
         const i32 r = fragment_half(i);
@@ -542,8 +540,47 @@ MLA_DEVICE attention::RowScale exponentiate(Math& math, float scale_log2) {
         sums[r][chain_of(i)] += math.scores[i];
     }
 #pragma unroll
-    for (i32 r = 0; r < kFragmentRows; ++r) math.rows.sum[r] += (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]);
+    for (i32 r = 0; r < kFragmentRows; ++r) of_tile[r] = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]);
+}
+
+// Moves the references to the tile's maxima before.
+MLA_DEVICE attention::RowScale weigh_below_maxima(Math& math, float scale_log2) {
+    float tile_maxima[kFragmentRows], maxima[kFragmentRows], of_tile[kFragmentRows];
+    tile_max(tile_maxima, math.scores, scale_log2);
+    attention::lazy_max(maxima, math.rows, tile_maxima);
+    const attention::RowScale scale = math.rows.move_max(maxima);
+    weigh(math, of_tile, scale_log2);
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) math.rows.sum[r] += of_tile[r];
     return scale;
+}
+
+// Limit of a thread's sum in a tile without maxima. A reference moves where a sum exceeds it, so weights are as small
+// as with a lazy maximum.
+constexpr float kLargestSum = 256.f;
+static_assert(kLargestSum == 1 << (i32)attention::kLazyMaxLog2, "the limit of a lazy maximum");
+
+MLA_DEVICE bool any_large(const float (&of_tile)[kFragmentRows]) {
+    return __any_sync(kFullWarp, fmaxf(of_tile[0], of_tile[1]) > kLargestSum);
+}
+
+// Cold: moves the references of rows with large sums to the tile's maxima. A row with a weight whose inverse would be
+// subnormal gets an infinite sum instead.
+constexpr float kMostLog2 = 126.f;
+MLA_DEVICE void lower_weights(Math& math, float (&of_tile)[kFragmentRows]) {
+    float largest[kFragmentRows];
+    tile_max(largest, math.scores, 1.f);
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+        const bool is_large = quad_max(of_tile[r]) > kLargestSum;
+        const float log2 = is_large ? lg2_approx(largest[r]) : 0.f, by = ex2_approx(-log2);
+        math.rows.max[r] += log2, of_tile[r] *= by;
+        math.rows.sum[r] = log2 < kMostLog2 ? math.rows.sum[r] * by : -negative_infinity();
+#pragma unroll
+        for (i32 i = 2 * r; i < kScores; i += 4) math.scores[i] *= by, math.scores[i + 1] *= by;
+#pragma unroll
+        for (i32 i = 2 * r; i < kOut; i += 4) math.out[i] *= by, math.out[i + 1] *= by;
+    }
 }
 
 MLA_DEVICE void pack_weights(Math& math) {
@@ -565,13 +602,14 @@ MLA_DEVICE void first_step(const PrefillParams& p, Storage& s, Math& math, const
     finish_scores(s, math, keys == 0);
     mask_scores(math, tile, keys * kTileKeys);
     for (i32 r = 0; kHasMask && r < kFragmentRows; ++r) hide_scores(math.scores, r, seen[r], math.thread);
-    exponentiate(math, p.scale_log2);
+    weigh_below_maxima(math, p.scale_log2);
     hold_wait(s, math, keys == 0);
     pack_weights(math);
 }
 
-// Computes the scores of a tile of keys, and overlaps the values of the previous one.
-template <bool kEnds>
+// Computes the scores of a tile of keys, and overlaps the values of the previous one. Without kFindsMaxima, all rows
+// see all keys of the tile and have a reference.
+template <bool kFindsMaxima>
 MLA_DEVICE void step(const PrefillParams& p, Storage& s, Math& math, const QueryTile& tile, i32 keys) {
     math.k.wait_full(s.k_full);
     take_turn<Turn0>(math.warpgroup);
@@ -583,13 +621,22 @@ MLA_DEVICE void step(const PrefillParams& p, Storage& s, Math& math, const Query
     if (kHasMask) read_mask(s, math, seen);
     wgmma_wait_group<1>();
     finish_scores(s, math, keys == 0);
-    if (kEnds) mask_scores(math, tile, keys * kTileKeys);
+    if (kFindsMaxima) mask_scores(math, tile, keys * kTileKeys);
     for (i32 r = 0; kHasMask && r < kFragmentRows; ++r) hide_scores(math.scores, r, seen[r], math.thread);
-    const attention::RowScale scale = exponentiate(math, p.scale_log2);
-    hold_wait(s, math, keys == 0);
-    finish_values(s, math);
+    if constexpr (kFindsMaxima || kHasMask) {
+        const attention::RowScale scale = weigh_below_maxima(math, p.scale_log2);
+        hold_wait(s, math, keys == 0);
+        finish_values(s, math);
+        attention::rescale(math.out, scale);
+    } else {
+        float of_tile[kFragmentRows];
+        weigh(math, of_tile, p.scale_log2);
+        hold_wait(s, math, keys == 0);
+        finish_values(s, math);
+        if (any_large(of_tile)) lower_weights(math, of_tile);
+        math.rows.sum[0] += of_tile[0], math.rows.sum[1] += of_tile[1];
+    }
     pack_weights(math);
-    attention::rescale(math.out, scale);
 }
 
 // Skips a tile that only the other warpgroup sees.
@@ -629,8 +676,10 @@ MLA_DEVICE void attend(const PrefillParams& p, Storage& s, Math& math, const Que
     if (skips) skip_keys(s, math);
     first_step(p, s, math, tile, i--);
     if (skips) skip_values(s, math);
+    // The first whole tile is the first one that every row is sure to see.
+    const i32 with_maxima = max(0, keys.whole - (keys.whole < keys.count));
 #pragma unroll 1
-    for (; i >= keys.whole; --i) step<true>(p, s, math, tile, i);
+    for (; i >= with_maxima; --i) step<true>(p, s, math, tile, i);
 #pragma unroll 1
     for (; i >= 0; --i) step<false>(p, s, math, tile, i);
     math.v.wait_full(s.v_full);
@@ -657,14 +706,16 @@ MLA_DEVICE void add_nonfinite(const PrefillParams& p, Storage& s, Math& math, co
     }
 }
 
-// In builds with a mask: true if the warp stores no result now. On the first pass that happens if a sum is not finite;
-// the warp then asks for the item again, and stores on the second pass.
+// Returns true if the warp stores no result now: on the first pass if a row's sum of weights is not finite, or with a
+// mask its output. The warp then asks for the item again, and stores on the second pass.
 MLA_DEVICE bool stores_nothing(Storage& s, const Math& math, const QueryTile& tile) {
     u8& wanted = s.repeats.wanted[math.work.stage][math.warpgroup * kWarpgroupWarps + math.thread / kWarpThreads];
     if (__any_sync(kFullWarp, s.repeats.again[math.work.stage])) return !__any_sync(kFullWarp, wanted);
     bool finite = true;
 #pragma unroll
-    for (i32 i = 0; i < kOut; ++i) {
+    for (i32 r = 0; r < kFragmentRows; ++r) finite &= math.row(r) >= tile.queries || math.rows.sum[r] <= kMaxFloat;
+#pragma unroll
+    for (i32 i = 0; kHasMask && i < kOut; ++i) {
         finite &= math.row(fragment_half(i)) >= tile.queries || fabsf(math.out[i]) <= kMaxFloat;
     }
     if (__all_sync(kFullWarp, finite)) return false;
@@ -727,7 +778,7 @@ MLA_DEVICE void run_math_role(const PrefillParams& p, Storage& s, i32 warpgroup,
         for (i32 i = 0; i < kOut; ++i) math.out[i] = 0.f;
         if (keys.count > 0) attend(p, s, math, tile, keys);
         const i32 head = slot.head;
-        if (!kHasMask || !stores_nothing(s, math, tile)) {
+        if (!stores_nothing(s, math, tile)) {
             if (slot.nonfinite) add_nonfinite(p, s, math, tile, head / (p.h_q / p.h_kv));
             store_result<0>(p, s, math, tile, head);
             store_result<1>(p, s, math, tile, head);

@@ -86,6 +86,18 @@ def test_matches_oracle(gpu: DeviceInfo, case: DenseCase, kernel: str) -> None:
     check(run(inputs, kernel=kernel), inputs.exact, inputs.rounded, case.dtype)
 
 
+@pytest.mark.parametrize("factor", [40.0, 1000.0])
+@pytest.mark.parametrize(("d_qk", "d_v"), [(192, 128), (256, 256), (128, 128)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tiles_far_above_those_before(gpu: DeviceInfo, factor: float, d_qk: int, d_v: int, dtype: str) -> None:
+    """Tiles that do not look for maxima, with weights that are large, and infinite."""
+    need(HOPPER, gpu)
+    inputs = make(DenseCase(((300, 2000), (40, 700)), h_q=4, d_qk=d_qk, d_v=d_v, dtype=dtype))
+    for first in (5, 400, 1200, 2100):
+        inputs.k[first : first + 20, :, :8] *= inputs.k.dtype.type(factor * 1.5 ** (-first / 400))
+    check(run(inputs, kernel=HOPPER), inputs.exact, inputs.rounded, dtype)
+
+
 @pytest.mark.parametrize("case", CODED, ids=lambda case: f"{case.id[:60]}_{case.id[-24:]}")
 @pytest.mark.parametrize("kernel", [HOPPER_FP8, GENERIC_FP8])
 def test_codes_match_the_oracle(gpu: DeviceInfo, case: DenseCase, kernel: str) -> None:

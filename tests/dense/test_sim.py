@@ -24,7 +24,7 @@ CASES = [
     DenseCase(((1, 1),), starts=False),
     DenseCase(((64, 64),), h_q=2),
     DenseCase(((129, 129),), starts=False),  # two tiles of queries, the second with one
-    DenseCase(((65, 300),), h_q=2, h_kv=1, dtype="float16", q_pair=True),  # a tile that all queries see as a whole
+    DenseCase(((65, 430),), h_q=2, h_kv=1, dtype="float16", q_pair=True),  # tiles that all queries see as a whole
     DenseCase(((63, 40), (1, 130), (2, 0), (0, 9), (5, 128)), h_q=5, around=(3, 2)),
     DenseCase(((40, 140), (3, 0), (7, 20)), h_q=2, state="float32", k_rope="per_head"),
     DenseCase(((33, 260),), causal=False, state="bfloat16"),
@@ -85,6 +85,15 @@ def test_what_one_query_sees_stays_with_it(kernel: str) -> None:
     assert np.isfinite(out[:4]).all()
     assert np.isinf(out[4, 0, 7])
     assert np.isnan(out[6:]).all()
+
+
+@pytest.mark.parametrize("factor", [40.0, 1000.0])
+@pytest.mark.parametrize("case", [DenseCase(((70, 600),)), DenseCase(((20, 300),), d_qk=256, d_v=256, dtype="float16")])
+def test_a_tile_far_above_those_before(case: DenseCase, factor: float) -> None:
+    """Tiles that do not look for maxima, with weights that are large, and infinite."""
+    inputs = make(case)
+    inputs.k[:30, :, :8] *= inputs.k.dtype.type(factor)
+    run(inputs, HOPPER)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
