@@ -28,6 +28,7 @@
 #include "common/limits.cuh"
 #include "indexer/logits/sm90.cuh"
 #include "indexer/logits/sm90_head_sums.cuh"
+#include "indexer/order.cuh"
 #include "tile/product.cuh"
 #include "tile/prologue.cuh"
 #include "tile/warp.cuh"
@@ -39,6 +40,11 @@ using namespace sm90;
 using Element = MLA_DTYPE;
 constexpr i32 kHeadDim = MLA_HEAD_DIM;
 using Sums = HeadSums<MLA_ACCUMULATOR>;  // float, or float16 for queries with small codes
+#ifndef MLA_CANDIDATES
+#define MLA_CANDIDATES 0
+#endif
+constexpr bool kCandidates = MLA_CANDIDATES;  // lists logits that reach their row's limit, instead of storing all
+static_assert(!(kCandidates && Sums::kHalf), "candidates have no scale of the weights");
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kMathWarpgroups = 3;
@@ -87,7 +93,10 @@ struct Storage {
     MBarrier q_full[kMaxQueryStages], q_empty[kMaxQueryStages];
     TileBarriers<kStages> k_full;
     MBarrier k_empty[kStages];
-    float weight_scales[kMaxQueryStages][kMaxTokens];  // divisors of the float16 weights
+    union {
+        float weight_scales[kMaxQueryStages][kMaxTokens];  // divisors of the float16 weights
+        float limits[kMaxQueryStages][kMaxTokens];         // of candidates
+    };
 };
 static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 static_assert(sizeof(float) * kWarpgroupWarps * kMaxTokens * kTileKeys <= kKeyTileBytes, "the sums of four warps");
@@ -171,6 +180,13 @@ MLA_DEVICE void load_weights(const LogitsParams& p, Storage& s, const QueryStage
                  [&](i32 head, i32 token, float weight) { put_weight(to[head / 2][token], head, weight * factor); });
 }
 
+MLA_DEVICE void load_limits(const LogitsParams& p, Storage& s, i32 stage, i32 lane) {
+    const BlockInfo& info = s.info[stage];
+    if (lane >= info.tokens) return;
+    const float* limit = p.limits + (info.block * kMaxTokens + lane);
+    s.limits[stage][lane] = p.limits == nullptr ? logit_of_key(kNanKey) : *limit;
+}
+
 MLA_DEVICE void load_keys(Storage& s, const TensorMap& k_map, const StageWalk<kStages>& key, i32 tile) {
     MBarrier& full = s.k_full.of(key);
     mbarrier_arrive_expect_tx(full, kKeyTileBytes);
@@ -183,7 +199,8 @@ MLA_DEVICE void load_keys(Storage& s, const TensorMap& k_map, const StageWalk<kS
 
 MLA_DEVICE void run_load_role(const LogitsParams& p, Storage& s, const TensorMap& q_map, const TensorMap& k_map,
                               i32 lane) {
-    const KeyRanges ranges = key_ranges(p);
+    KeyRanges ranges = key_ranges(p);
+    if constexpr (kCandidates) ranges.key_shift = p.key_shift;
     const QueryStages stages(p);
     StageWalk<kMaxQueryStages> query(0);
     StageWalk<kStages> key(0);
@@ -198,6 +215,7 @@ MLA_DEVICE void run_load_role(const LogitsParams& p, Storage& s, const TensorMap
             return;
         }
         load_weights(p, s, stages, query.stage, lane);
+        if constexpr (kCandidates) load_limits(p, s, query.stage, lane);
         __syncwarp();
         if (lane == 0) load_queries(s, q_map, stages, query.stage);
         for (i32 tile = walk.tiles.begin; tile < walk.tiles.end; ++tile, key.advance()) {
@@ -255,6 +273,44 @@ MLA_DEVICE float* sum_at(Storage& s, i32 stage, i32 warp, i32 token, i32 chunk) 
 
 MLA_DEVICE float4 operator*(float4 x, float y) { return make_float4(x.x * y, x.y * y, x.z * y, x.w * y); }
 
+// Appends the logits of two tokens that reach their limits to the tokens' lists, in any order. A list that is full only
+// counts.
+MLA_DEVICE void list_candidates(const LogitsParams& p, Storage& s, const Math& math, i32 query_stage, i32 tile,
+                                const float4 (&total)[2 * kParts], const float (&scales)[kLaneKeys]) {
+    const BlockInfo& info = s.info[query_stage];
+    const i32 lane = math.thread % kWarpThreads, key = tile * kTileKeys + 4 * lane;
+    float logits[2][4];
+    u32 votes[2][4];
+    i32 counts[2] = {};
+#pragma unroll
+    for (i32 i = 0; i < 2; ++i) {
+        const i32 token = 2 * math.warp + i;
+        const KeyRange range = info.ranges[token];
+        const float limit = s.limits[query_stage][token], x[4] = {total[i].x, total[i].y, total[i].z, total[i].w};
+        const bool takes_all = limit != limit;
+#pragma unroll
+        for (i32 j = 0; j < 4; ++j) {
+            logits[i][j] = x[j] * scales[j];
+            votes[i][j] = __ballot_sync(kFullWarp, range.contains(key + j) && (takes_all || logits[i][j] >= limit));
+            counts[i] += __popc(votes[i][j]);
+        }
+    }
+    const i32 own = lane == 0 ? counts[0] : counts[1];
+    i32 place = 0;
+    if (lane < 2 && own > 0) place = atomicAdd(p.found + (info.block * kMaxTokens + 2 * math.warp + lane), own);
+#pragma unroll
+    for (i32 i = 0; i < 2; ++i) {
+        Candidate* const list = static_cast<Candidate*>(LogitsRow(p, info.block, 2 * math.warp + i).row);
+        i32 first = __shfl_sync(kFullWarp, place, i);
+#pragma unroll
+        for (i32 j = 0; j < 4; ++j) {
+            const i32 at = first + __popc(votes[i][j] & ((1u << lane) - 1));
+            if (votes[i][j] >> lane & 1 && at < p.capacity) list[at] = Candidate{__float_as_uint(logits[i][j]), key + j};
+            first += __popc(votes[i][j]);
+        }
+    }
+}
+
 // Each warp stores two tokens; a lane stores four keys of each token in every part of the tile.
 MLA_DEVICE void store_tile(const LogitsParams& p, Storage& s, const Math& math, i32 query_stage, i32 tile, i32 stage,
                            const float (&scales)[kLaneKeys]) {
@@ -276,6 +332,10 @@ MLA_DEVICE void store_tile(const LogitsParams& p, Storage& s, const Math& math, 
     }
     fence_proxy_async();  // TMA writes the next tile of keys over the sums
     release(s.k_empty[stage], math.thread);
+    if constexpr (kCandidates) {
+        list_candidates(p, s, math, query_stage, tile, total, scales);
+        return;
+    }
 #pragma unroll
     for (i32 i = 0; i < 2 * kParts; ++i) {
         const i32 token = 2 * math.warp + i / kParts, part = i % kParts;
