@@ -25,7 +25,7 @@ struct KeyRanges {
     i64 ends_stride_block_elems, ends_stride_token_elems;
     i32 num_tokens, num_blocks, block_tokens;
     i32 num_keys;
-    i32 end_of_last;  // `ends` hold the end of a block's last token: each token before it sees one key less
+    i32 end_of_last;    // `ends` hold the end of a block's last token: each token before it sees one key less
     i32 key_shift = 0;  // key n is the caller's key n << key_shift
 
     MLA_DEVICE i32 tokens_of(i32 block) const { return min(block_tokens, num_tokens - block * block_tokens); }

@@ -305,7 +305,8 @@ MLA_DEVICE void list_candidates(const LogitsParams& p, Storage& s, const Math& m
 #pragma unroll
         for (i32 j = 0; j < 4; ++j) {
             const i32 at = first + __popc(votes[i][j] & ((1u << lane) - 1));
-            if (votes[i][j] >> lane & 1 && at < p.capacity) list[at] = Candidate{__float_as_uint(logits[i][j]), key + j};
+            if (votes[i][j] >> lane & 1 && at < p.capacity)
+                list[at] = Candidate{__float_as_uint(logits[i][j]), key + j};
             first += __popc(votes[i][j]);
         }
     }

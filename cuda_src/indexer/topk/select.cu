@@ -42,15 +42,15 @@ constexpr bool kCandidates = MLA_CANDIDATES;  // rows are lists of candidates th
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kMaxThreads = 1024;
 constexpr i32 kWarps = kThreads / kWarpThreads;
-constexpr i32 kItems = kCandidates ? 16 : 32;  // keys that a thread holds in registers
+constexpr i32 kItems = 32;                   // keys that a thread holds in registers
 constexpr i32 kChunk = 4;                    // keys that are processed together, present or not
 constexpr i32 kDigitBits = 11, kPasses = 3;  // the last digit has 10
 constexpr i32 kBins = 1 << kDigitBits;
 constexpr i32 kCapacity = kItems * kThreads;
 constexpr i32 kBinsPerThread = kBins / kThreads;
 constexpr i32 kMaxSorted = 8192;
-constexpr i32 kWords = kCandidates ? 4096 : kThreads;  // words of votes, for 32 keys each
-constexpr i32 kWarpEntries = 2 * kWarpThreads;  // entries that a warp sorts without the other warps
+constexpr i32 kWords = kCandidates ? 4096 : kThreads;  // words of votes, for 32 keys each; a multiple of kThreads
+constexpr i32 kWarpEntries = 2 * kWarpThreads;         // entries that a warp sorts without the other warps
 static_assert(kPasses * kDigitBits == 33, "the digits cover a key");
 static_assert(kWarps <= kWarpThreads, "a lane per warp's sum");
 static_assert(kCandidates || kItems * kWarps == kThreads, "a thread per word");
@@ -58,17 +58,17 @@ static_assert(kCapacity < 1 << 16, "half a word holds a count of keys");
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct TopkParams {
-    const void* logits;      // (s_q, s_kv), float32 or bfloat16
-    const i32* ks;           // (s_q,), or null: 0
-    const i32* ke;           // (s_q / rows_per_ke,), or null: s_kv
-    const i32* block_table;  // (b, max_pages), or null
-    i32* indices;            // (s_q, k)
-    i32* counts;             // (s_q,)
-    float* values;           // (s_q, k), or null
-    float* limits = nullptr;        // (s_q,), candidates: where the k-th largest of each row goes, instead of indices
-    i32* found = nullptr;           // (s_q,), candidates: their numbers; emptied with `limits`
-    i32* again_begins = nullptr;    // (s_q,), candidates: ranges of the rows that need all logits, empty for others
-    i32* again_ends = nullptr;      // (s_q,)
+    const void* logits;           // (s_q, s_kv), float32 or bfloat16
+    const i32* ks;                // (s_q,), or null: 0
+    const i32* ke;                // (s_q / rows_per_ke,), or null: s_kv
+    const i32* block_table;       // (b, max_pages), or null
+    i32* indices;                 // (s_q, k)
+    i32* counts;                  // (s_q,)
+    float* values;                // (s_q, k), or null
+    float* limits = nullptr;      // (s_q,), candidates: where the k-th largest of each row goes, instead of indices
+    i32* found = nullptr;         // (s_q,), candidates: their numbers; emptied with `limits`
+    i32* again_begins = nullptr;  // (s_q,), candidates: ranges of the rows that need all logits, empty for others
+    i32* again_ends = nullptr;    // (s_q,)
     i64 logits_stride_q_elems, ks_stride_elems, ke_stride_elems;
     i64 table_stride_b_elems, table_stride_page_elems;
     i64 indices_stride_q_elems, counts_stride_elems, values_stride_q_elems;
@@ -392,43 +392,44 @@ MLA_DEVICE void emit(Scratch& s, const Row& row, Keys& keys, const Threshold& th
 
 // ---- Candidates ------------------------------------------------------------------------------------------------
 constexpr i32 kMarked = kWords * kWarpThreads;  // keys that the words have bits for
-constexpr i32 kLoads = 8;                       // indices in flight
+constexpr i32 kLoads = 8;                       // candidates in flight
 
-// Sets the bits of the candidates above T, and of those that reach it, among the keys from `start` on.
-MLA_DEVICE void mark(Scratch& s, const Row& list, const Keys& keys, const Threshold& threshold, i32 start) {
+MLA_DEVICE void mark(Scratch& s, const Threshold& threshold, u32 key, u32 at) {
+    if (key < threshold.lowest || at >= kMarked) return;
+    Word& word = s.words[at / kWarpThreads];
+    const u32 bit = 1u << at % kWarpThreads;
+    atomicOr(&word.reaching, bit);
+    if (threshold.takes_all || key > threshold.highest) atomicOr(&word.above, bit);
+}
+
+// Sets the bits of the candidates above T, and of those that reach it, among the keys from `start` on. Reads the list
+// again, because registers that hold it would leave none for loads.
+MLA_DEVICE void mark_all(Scratch& s, const Row& list, const Threshold& threshold, i32 start) {
     const Candidate* from = static_cast<const Candidate*>(list.p.logits) + list.t * list.p.logits_stride_q_elems;
-    from += threadIdx.x;
-#pragma unroll
-    for (i32 first = 0; first < kItems; first += kLoads) {
-        if (first * kThreads >= list.last) break;
-        u32 at[kLoads];
+    for (i32 first = threadIdx.x; first < list.last; first += kLoads * kThreads) {
+        Candidate found[kLoads];
 #pragma unroll
         for (i32 i = 0; i < kLoads; ++i) {
-            at[i] = kMarked;
-            if (keys.at[first + i] >= threshold.lowest) at[i] = (u32)(from[(first + i) * kThreads].index - start);
+            const i32 n = first + i * kThreads;
+            found[i] = n < list.last ? from[n] : Candidate{0, -1};
         }
 #pragma unroll
         for (i32 i = 0; i < kLoads; ++i) {
-            if (at[i] >= kMarked) continue;
-            Word& word = s.words[at[i] / kWarpThreads];
-            const u32 bit = 1u << at[i] % kWarpThreads;
-            atomicOr(&word.reaching, bit);
-            if (threshold.takes_all || keys.at[first + i] > threshold.highest) atomicOr(&word.above, bit);
+            mark(s, threshold, order_key(__uint_as_float(found[i].logit)), (u32)(found[i].index - start));
         }
     }
 }
 
 // Writes the indices of the selected candidates in ascending order; the list has no order.
-MLA_DEVICE void emit_candidates(Scratch& s, const Row& row, const Row& list, const Keys& keys,
-                                const Threshold& threshold) {
+MLA_DEVICE void emit_candidates(Scratch& s, const Row& row, const Row& list, const Threshold& threshold) {
     const i32 thread = threadIdx.x;
     Before before{0, 0};
     for (i32 start = row.begin; start < row.end; start += kMarked) {
-        for (i32 n = thread; n < kWords; n += kThreads) s.words[n] = Word{0, 0};
-        __syncthreads();
-        mark(s, list, keys, threshold, start);
-        __syncthreads();
         const i32 words = min(kWords, ceil_div(row.end - start, kWarpThreads));
+        for (i32 n = thread; n - thread < words; n += kThreads) s.words[n] = Word{0, 0};
+        __syncthreads();
+        mark_all(s, list, threshold, start);
+        __syncthreads();
         for (i32 n = thread; n - thread < words; n += kThreads) {
             const Word word = s.words[n];
             const Before mine = emit_words(s, row, threshold, word, start + n * kWarpThreads, before);
@@ -629,7 +630,7 @@ MLA_DEVICE bool select_candidates(Storage& storage, const Row& row) {
     }
     Before before{0, 0};
     const Threshold threshold = find_threshold(storage, storage.scratch.digits, list, keys, 0, before);
-    emit_candidates(storage.scratch, row, list, keys, threshold);
+    emit_candidates(storage.scratch, row, list, threshold);
     return true;
 }
 

@@ -256,7 +256,11 @@ def _of_candidates(call: Call, device: DeviceInfo) -> Division | None:
         end = min(s_q, begin + rows)
         arrays = _cut(parts, (*_ROWS, "again_begins", "again_ends"), begin, end)
         arrays |= {"k": parts["k"], "k_scale": parts["k_scale"], "candidates": lists.cut(0, 0, end - begin)}
-        steps.append(Stage("candidates", OF_CANDIDATES, arrays, CandidateOptions(options.topk, options.relative, None)))
+        steps.append(
+            Stage(
+                "candidates", OF_CANDIDATES, arrays, CandidateOptions(options.topk, options.relative, begin == 0, None)
+            )
+        )
     some = parts | {"ks": parts["again_begins"], "ke": parts["again_ends"]}
     sizes = {"buffer": max(_nbytes(lists), _nbytes(logits)), "again": _nbytes(again)}
     return Division(sizes, [*steps, *_chunks(some, logits, options, TOPK_OF_SOME_ROWS)])

@@ -58,10 +58,11 @@ class CandidateProblem:
 
 
 class CandidateOptions(NamedTuple):
-    """The arguments beside the arrays."""
+    """The arguments beside the arrays. `fills`: zero the counts first; a call leaves them zero for the next one."""
 
     topk: int
     relative: bool
+    fills: bool
     kernel: str | None
 
 
@@ -129,7 +130,7 @@ class CandidatePipeline(Pipeline[CandidateConfig]):
     def workspace(self, config: CandidateConfig) -> Layout:
         """See `Pipeline.workspace`: two numbers per row."""
         nbytes = 4 * config.problem.logits.num_tokens
-        return Layout({"limits": nbytes, "found": nbytes})
+        return Layout({"found": nbytes, "limits": nbytes})
 
     def steps(self, config: CandidateConfig, call: Call) -> list[Step]:
         """Four launches."""
@@ -149,7 +150,7 @@ class CandidatePipeline(Pipeline[CandidateConfig]):
 
         again = {"again_begins": "again_begins", "again_ends": "again_ends"}
         return [
-            ZeroFill("found"),
+            *([ZeroFill("found")] if call.options.fills else []),
             logits(sample, scales << shift, shift, NULL),
             topk(sampling.rank, limits="limits"),
             logits(call.view("k"), scales, 0, "limits"),

@@ -37,10 +37,9 @@ def variant(problem: TopkProblem, device: DeviceInfo) -> Variant:
     return Variant(cluster_blocks=1, threads=MAX_THREADS // 2 if problem.s_kv <= BLOCK_ELEMS // 2 else MAX_THREADS)
 
 
-CANDIDATES = Variant(cluster_blocks=1, threads=MAX_THREADS // 2, candidates=1)
+CANDIDATES = Variant(cluster_blocks=1, threads=MAX_THREADS // 4, candidates=1)
 """The build whose rows are lists of candidates of `indexer/logits/sm90.cu`."""
-CANDIDATE_ITEMS = 16
-MAX_CANDIDATES = CANDIDATE_ITEMS * MAX_THREADS // 2
+MAX_CANDIDATES = ITEMS * MAX_THREADS // 4
 """Candidates of a row."""
 
 
@@ -61,9 +60,6 @@ KERNEL: KernelSpec[TopkProblem] = KernelSpec(
         CANDIDATES,
     ),
     runs_on=_runs_on,
-    facts={"max_sorted": MAX_TOPK},
-    facts_of=lambda variant: {
-        "cluster": variant.cluster_blocks,
-        "items": CANDIDATE_ITEMS if variant == CANDIDATES else ITEMS,
-    },
+    facts={"max_sorted": MAX_TOPK, "items": ITEMS},
+    facts_of=lambda variant: {"cluster": variant.cluster_blocks},
 )
