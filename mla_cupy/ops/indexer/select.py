@@ -229,17 +229,23 @@ def _chunks(
     return steps
 
 
+def _asks_for_lists(kernels: Mapping[str, str]) -> bool:
+    """True if the caller names the kernel of the lists alone: one name for all stages leaves the choice open."""
+    return "candidates" in kernels and "logits" not in kernels
+
+
 def _of_candidates(call: Call, device: DeviceInfo) -> Division | None:
     """Lists of candidates, where they are preferred and no kernel is named, or where the caller names their kernel.
 
     At the end, the rows whose lists lack keys go through chunks of logits; the other rows of these chunks are empty.
     """
     options: SelectOptions = call.options
+    if options.kernel and "candidates" not in options.kernel:
+        return None
     problem = problem_of(call.views, options)
-    named = "candidates" in options.kernel
     if call.views["logits"] is not None or candidates.unsupported(problem, device):
         return None
-    if not named and (options.kernel or not candidates.preferred(problem)):
+    if not (_asks_for_lists(options.kernel) or candidates.preferred(problem)):
         return None
     q, (s_kv, _) = call.view("q"), call.view("k").shape
     s_q = q.shape[0]
@@ -256,11 +262,8 @@ def _of_candidates(call: Call, device: DeviceInfo) -> Division | None:
         end = min(s_q, begin + rows)
         arrays = _cut(parts, (*_ROWS, "again_begins", "again_ends"), begin, end)
         arrays |= {"k": parts["k"], "k_scale": parts["k_scale"], "candidates": lists.cut(0, 0, end - begin)}
-        steps.append(
-            Stage(
-                "candidates", OF_CANDIDATES, arrays, CandidateOptions(options.topk, options.relative, begin == 0, None)
-            )
-        )
+        chosen = CandidateOptions(options.topk, options.relative, fills=begin == 0, kernel=None)
+        steps.append(Stage("candidates", OF_CANDIDATES, arrays, chosen))
     some = parts | {"ks": parts["again_begins"], "ke": parts["again_ends"]}
     sizes = {"buffer": max(_nbytes(lists), _nbytes(logits)), "again": _nbytes(again)}
     return Division(sizes, [*steps, *_chunks(some, logits, options, TOPK_OF_SOME_ROWS)])

@@ -12,7 +12,7 @@ from mla_cupy.kernels.indexer.logits.problem import LogitsProblem
 from mla_cupy.kernels.indexer.select import candidates
 from mla_cupy.kernels.indexer.select.candidates import CandidateProblem, sampling_of
 from mla_cupy.simulation import fake_gpu
-from tests.indexer.select.candidate_cases import CHUNKS, KERNEL, LISTS, Array, CandidateCase, check
+from tests.indexer.select.candidate_cases import KERNEL, LISTS, Array, CandidateCase, check
 from tests.support.indexer_cases import LogitsCase, logits_inputs
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
@@ -23,7 +23,7 @@ FAILING = ("sample-above", "sample-below")
 CASES = (
     *(CandidateCase(kind, ranges=ranges) for kind, ranges in zip(KINDS, ("none", "windows") * 4, strict=True)),
     *(CandidateCase(kind, ranges=ranges) for kind in FAILING for ranges in ("none", "causal")),
-    CandidateCase("sample-below", ranges="packed", rows=8),
+    CandidateCase("sample-below", s_kv=3000, ranges="packed", rows=8),
     CandidateCase("levels", ranges="wild", relative=False),
     CandidateCase("random", ranges="packed", rows=16, relative=False),
     CandidateCase("random", s_q=9, s_kv=700, k=300, ranges="causal"),
@@ -58,7 +58,7 @@ def test_selects_what_the_oracle_does(case: CandidateCase, mode: tuple[str, int]
 @pytest.mark.parametrize("kind", FAILING)
 def test_rows_whose_lists_lack_keys(kind: str) -> None:
     """In several chunks, of lists and of logits; others keep their results."""
-    run(CandidateCase(kind, s_q=18, ranges="packed", rows=8), ("late", 0))
+    run(CandidateCase(kind, s_q=18, s_kv=3000, ranges="packed", rows=8), ("late", 0))
 
 
 def test_random_inputs() -> None:

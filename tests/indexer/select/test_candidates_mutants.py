@@ -1,0 +1,30 @@
+"""Bugs planted in the selection through lists of candidates."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.indexer.select.candidate_cases import KERNEL, CandidateCase
+from tests.indexer.select.test_candidates_sim import run
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
+
+TOPK = "indexer_topk_select"
+LEVELS = CandidateCase("levels", s_q=9)
+FAILING = tuple(CandidateCase(kind, s_q=9, s_kv=3000, ranges="packed") for kind in ("sample-above", "sample-below"))
+
+test_is_caught, test_as_it_is = mutant_suite(
+    TOPK,
+    [partial(run, case, ("late", 0)) for case in (LEVELS, *FAILING)],
+    {},
+    [
+        Mutant("short lists are taken", TOPK, "found < row.p.k || found > row.p.capacity", "found > row.p.capacity"),
+        Mutant("full lists are taken", TOPK, "found < row.p.k || found > row.p.capacity", "found < row.p.k"),
+        Mutant("rows without keys are written", TOPK, "row.p.skips_empty && row.length() == 0", "false"),
+        Mutant("the sample stays in the list", TOPK, "p.found[row.t] = 0;", "p.found[row.t] = found;"),
+        Mutant("candidates that equal T exceed it", TOPK, "threshold.takes_all || key > threshold.highest", "true"),
+        Mutant("words are marked before all are empty", TOPK, "__syncthreads();\n        mark_all", "mark_all"),
+        Mutant("words are read before all are marked", TOPK, "start);\n        __syncthreads();", "start);"),
+        Mutant("a full list grows", KERNEL, "lane & 1 && at < p.capacity", "lane & 1"),
+    ],
+)
