@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from tests.indexer.select.candidate_cases import KERNEL, CandidateCase
+from tests.indexer.select.candidate_cases import CandidateCase
 from tests.indexer.select.test_candidates_sim import run
 from tests.support.mutant_suite import mutant_suite
 from tests.support.mutants import Mutant
@@ -25,6 +25,5 @@ test_is_caught, test_as_it_is = mutant_suite(
         Mutant("candidates that equal T exceed it", TOPK, "threshold.takes_all || key > threshold.highest", "true"),
         Mutant("words are marked before all are empty", TOPK, "__syncthreads();\n        mark_all", "mark_all"),
         Mutant("words are read before all are marked", TOPK, "start);\n        __syncthreads();", "start);"),
-        Mutant("a full list grows", KERNEL, "lane & 1 && at < p.capacity", "lane & 1"),
     ],
 )
