@@ -20,6 +20,7 @@ struct alignas(8) Candidate {
     u32 logit;
     i32 index;
 };
+constexpr Candidate kNoCandidate{0x7fffffff, -1};  // NaN
 
 // The place of a page's token in the cache; -1 where int32 does not hold it, whatever the block table says.
 MLA_DEVICE i32 place_in_cache(i32 page, i32 page_size, i32 token) {

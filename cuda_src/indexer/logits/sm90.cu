@@ -45,6 +45,7 @@ using Sums = HeadSums<MLA_ACCUMULATOR>;  // float, or float16 for queries with s
 #endif
 constexpr bool kCandidates = MLA_CANDIDATES;  // lists logits that reach their row's limit, instead of storing all
 static_assert(!(kCandidates && Sums::kHalf), "candidates have no scale of the weights");
+constexpr i32 kSpareFraction = 32;  // a warp may leave 1/32 of a list
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kMathWarpgroups = 3;
@@ -273,10 +274,47 @@ MLA_DEVICE float* sum_at(Storage& s, i32 stage, i32 warp, i32 token, i32 chunk) 
 
 MLA_DEVICE float4 operator*(float4 x, float y) { return make_float4(x.x * y, x.y * y, x.z * y, x.w * y); }
 
-// Appends the logits of two tokens that reach their limits to the tokens' lists, in any order. A list that is full only
-// counts.
+// Places that a warp has reserved in the lists of its two tokens: lane i < 2 holds those of token i. A reservation
+// takes a round trip to L2, so it is for several tiles; `share` is proportional to the tiles of this thread block.
+struct Places {
+    i32 next = 0, end = 0, share = 0;
+
+    MLA_DEVICE explicit Places(const LogitsParams& p, TileRange tiles)
+        : share(tiles.size() * (p.capacity / kSpareFraction) / ceil_div(p.num_keys, kTileKeys)) {}
+};
+
+// The places of new candidates of a token: `before` of them follow one another, the others begin elsewhere.
+struct Reserved {
+    i32 first, before, rest;
+
+    MLA_DEVICE i32 at(i32 n) const { return n < before ? first + n : rest + (n - before); }
+    MLA_DEVICE Reserved of_lane(i32 lane) const {
+        return Reserved{__shfl_sync(kFullWarp, first, lane), __shfl_sync(kFullWarp, before, lane),
+                        __shfl_sync(kFullWarp, rest, lane)};
+    }
+};
+
+// Takes `count` places, and reserves more where they do not suffice.
+MLA_DEVICE Reserved take_places(Places& places, i32* found, i32 count) {
+    Reserved taken{places.next, places.end - places.next, 0};
+    if (count <= taken.before) {
+        places.next += count;
+        return taken;
+    }
+    const i32 missing = count - taken.before, size = max(missing, places.share);
+    taken.rest = atomicAdd(found, size);
+    places.next = taken.rest + missing;
+    places.end = taken.rest + size;
+    return taken;
+}
+
+MLA_DEVICE Candidate* list_of(const LogitsParams& p, i32 block, i32 token) {
+    return static_cast<Candidate*>(LogitsRow(p, block, token).row);
+}
+
+// Appends the logits of two tokens that reach their limits to the tokens' lists, in any order. A full list only counts.
 MLA_DEVICE void list_candidates(const LogitsParams& p, Storage& s, const Math& math, i32 query_stage, i32 tile,
-                                const float4 (&total)[2 * kParts], const float (&scales)[kLaneKeys]) {
+                                const float4 (&total)[2 * kParts], const float (&scales)[kLaneKeys], Places& places) {
     const BlockInfo& info = s.info[query_stage];
     const i32 lane = math.thread % kWarpThreads, key = tile * kTileKeys + 4 * lane;
     float logits[2][4];
@@ -295,26 +333,40 @@ MLA_DEVICE void list_candidates(const LogitsParams& p, Storage& s, const Math& m
             counts[i] += __popc(votes[i][j]);
         }
     }
-    const i32 own = lane == 0 ? counts[0] : counts[1];
-    i32 place = 0;
-    if (lane < 2 && own > 0) place = atomicAdd(p.found + (info.block * kMaxTokens + 2 * math.warp + lane), own);
+    Reserved reserved{};
+    if (lane < 2) {
+        i32* found = p.found + (info.block * kMaxTokens + 2 * math.warp + lane);
+        reserved = take_places(places, found, lane == 0 ? counts[0] : counts[1]);
+    }
 #pragma unroll
     for (i32 i = 0; i < 2; ++i) {
-        Candidate* const list = static_cast<Candidate*>(LogitsRow(p, info.block, 2 * math.warp + i).row);
-        i32 first = __shfl_sync(kFullWarp, place, i);
+        Candidate* const list = list_of(p, info.block, 2 * math.warp + i);
+        const Reserved to = reserved.of_lane(i);
+        i32 before = 0;
 #pragma unroll
         for (i32 j = 0; j < 4; ++j) {
-            const i32 at = first + __popc(votes[i][j] & ((1u << lane) - 1));
-            if (votes[i][j] >> lane & 1 && at < p.capacity)
-                list[at] = Candidate{__float_as_uint(logits[i][j]), key + j};
-            first += __popc(votes[i][j]);
+            const i32 at = to.at(before + __popc(votes[i][j] & ((1u << lane) - 1)));
+            const bool is_listed = votes[i][j] >> lane & 1 && at < p.capacity;
+            if (is_listed) list[at] = Candidate{__float_as_uint(logits[i][j]), key + j};
+            before += __popc(votes[i][j]);
         }
+    }
+}
+
+// Fills the places that are left with candidates that no selection takes.
+MLA_DEVICE void close_lists(const LogitsParams& p, const Math& math, i32 block, const Places& places) {
+    const i32 lane = math.thread % kWarpThreads;
+#pragma unroll
+    for (i32 i = 0; i < 2; ++i) {
+        Candidate* const list = list_of(p, block, 2 * math.warp + i);
+        const i32 next = __shfl_sync(kFullWarp, places.next, i), end = __shfl_sync(kFullWarp, places.end, i);
+        for (i32 n = next + lane; n < min(end, p.capacity); n += kWarpThreads) list[n] = kNoCandidate;
     }
 }
 
 // Each warp stores two tokens; a lane stores four keys of each token in every part of the tile.
 MLA_DEVICE void store_tile(const LogitsParams& p, Storage& s, const Math& math, i32 query_stage, i32 tile, i32 stage,
-                           const float (&scales)[kLaneKeys]) {
+                           const float (&scales)[kLaneKeys], Places& places) {
     const BlockInfo& info = s.info[query_stage];
     const i32 lane = math.thread % kWarpThreads;
     float4 total[2 * kParts];
@@ -334,7 +386,7 @@ MLA_DEVICE void store_tile(const LogitsParams& p, Storage& s, const Math& math, 
     fence_proxy_async();  // TMA writes the next tile of keys over the sums
     release(s.k_empty[stage], math.thread);
     if constexpr (kCandidates) {
-        list_candidates(p, s, math, query_stage, tile, total, scales);
+        list_candidates(p, s, math, query_stage, tile, total, scales, places);
         return;
     }
 #pragma unroll
@@ -350,7 +402,7 @@ MLA_DEVICE void store_tile(const LogitsParams& p, Storage& s, const Math& math, 
 }
 
 MLA_DEVICE void run_tile(const LogitsParams& p, Storage& s, const Math& math, const QueryStages& stages,
-                         i32 query_stage, i32 tile, i32 stage) {
+                         i32 query_stage, i32 tile, i32 stage, Places& places) {
     float scales[kLaneKeys];
     Sums sums;
 #pragma unroll
@@ -365,7 +417,7 @@ MLA_DEVICE void run_tile(const LogitsParams& p, Storage& s, const Math& math, co
         *reinterpret_cast<float2*>(sum_at(s, stage, math.warp, math.g, chunk) + 2 * math.c) = sums.of(chunk);
     }
     bar_sync(SumsReady + math.warpgroup, kWarpgroupThreads);
-    store_tile(p, s, math, query_stage, tile, stage, scales);
+    store_tile(p, s, math, query_stage, tile, stage, scales, places);
 }
 
 MLA_DEVICE void run_math_role(const LogitsParams& p, Storage& s, const Math& math) {
@@ -377,11 +429,13 @@ MLA_DEVICE void run_math_role(const LogitsParams& p, Storage& s, const Math& mat
         mbarrier_wait(s.q_full[query.stage], query.parity());
         const TileRange tiles = s.info[query.stage].tiles;
         if (tiles.size() == 0) return;
+        Places places(p, tiles);
 #pragma unroll 1
         for (; ahead < tiles.size(); ahead += kMathWarpgroups, key.advance()) {
             s.k_full.wait(key);
-            run_tile(p, s, math, stages, query.stage, tiles.begin + ahead, key.stage);
+            run_tile(p, s, math, stages, query.stage, tiles.begin + ahead, key.stage, places);
         }
+        if constexpr (kCandidates) close_lists(p, math, s.info[query.stage].block, places);
         ahead -= tiles.size();
         release(s.q_empty[query.stage], math.thread);
         query.advance(stages.count);

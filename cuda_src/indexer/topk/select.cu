@@ -448,11 +448,6 @@ MLA_DEVICE void set_limit(Storage& storage, const Row& list, Keys& keys) {
     if (threadIdx.x == 0) list.p.limits[list.t] = logit_of_key(key);
 }
 
-// A list lacks some of the k largest if the limit exceeds the k-th largest logit, or if the list was full.
-MLA_DEVICE bool lacks_some(const Row& row, i32 found) {
-    return row.length() > row.p.k && (found < row.p.k || found > row.p.capacity);
-}
-
 // Names the row, or an empty range, for the kernels that compute all logits of such rows.
 MLA_DEVICE void select_again(const Row& row, bool again) {
     if (threadIdx.x > 0) return;
@@ -610,6 +605,9 @@ MLA_DEVICE bool select(Storage& storage, const Row& row, i32 rank) {
 }
 
 // The same from a list of candidates, which is emptied; or sets the row's limit.
+//
+// A list lacks some of the k largest if it was full, or if the limit exceeds the k-th largest logit: it is then too
+// short, or T is not above the key of NaN, which also stands for places without a candidate.
 MLA_DEVICE bool select_candidates(Storage& storage, const Row& row) {
     const TopkParams& p = row.p;
     const i32 found = p.found[row.t], listed = min(found, p.capacity);
@@ -621,16 +619,21 @@ MLA_DEVICE bool select_candidates(Storage& storage, const Row& row) {
         set_limit(storage, list, keys);
         return false;
     }
-    const bool again = lacks_some(row, found);
+    const bool takes_all = row.length() <= p.k;
+    bool again = !takes_all && (found < p.k || found > p.capacity);
+    Threshold threshold{};
+    Before before{0, 0};
+    if (!takes_all && !again) {
+        threshold = find_threshold(storage, storage.scratch.digits, list, keys, 0, before);
+        again = threshold.lowest <= kNanKey;
+    }
     select_again(row, again);
     if (again) return false;
-    if (row.length() <= p.k) {
+    if (takes_all) {
         emit_all(row, 0);
-        return true;
+    } else {
+        emit_candidates(storage.scratch, row, list, threshold);
     }
-    Before before{0, 0};
-    const Threshold threshold = find_threshold(storage, storage.scratch.digits, list, keys, 0, before);
-    emit_candidates(storage.scratch, row, list, threshold);
     return true;
 }
 

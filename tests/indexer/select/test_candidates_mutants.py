@@ -11,15 +11,15 @@ from tests.support.mutants import Mutant
 
 TOPK = "indexer_topk_select"
 LEVELS = CandidateCase("levels", s_q=9)
-FAILING = tuple(CandidateCase(kind, s_q=9, s_kv=3000, ranges="packed") for kind in ("sample-above", "sample-below"))
+FAILING = tuple(CandidateCase(kind, s_q=9, s_kv=3000) for kind in ("sample-above", "sample-below"))
 
 test_is_caught, test_as_it_is = mutant_suite(
     TOPK,
     [partial(run, case, ("late", 0)) for case in (LEVELS, *FAILING)],
     {},
     [
-        Mutant("short lists are taken", TOPK, "found < row.p.k || found > row.p.capacity", "found > row.p.capacity"),
-        Mutant("full lists are taken", TOPK, "found < row.p.k || found > row.p.capacity", "found < row.p.k"),
+        Mutant("short lists are taken", TOPK, "again = threshold.lowest <= kNanKey", "again = false"),
+        Mutant("full lists are taken", TOPK, "found < p.k || found > p.capacity", "found < p.k"),
         Mutant("rows without keys are written", TOPK, "row.p.skips_empty && row.length() == 0", "false"),
         Mutant("the sample stays in the list", TOPK, "p.found[row.t] = 0;", "p.found[row.t] = found;"),
         Mutant("candidates that equal T exceed it", TOPK, "threshold.takes_all || key > threshold.highest", "true"),

@@ -27,9 +27,12 @@ MAX_TOKENS = BLOCK_TOKENS * sm90.KERNEL.short_line
 """Tokens of a call: their tiles need no schedule."""
 _MIN_SHIFT = 6
 """The sample costs 1/64 of the logits."""
-_DEVIATIONS = 5
+_RANK_DEVIATIONS = 5
 """Standard deviations, and then some, between the expected and the chosen rank in the sample."""
 _MORE_RANKS = 3
+_ROOM_DEVIATIONS = 7
+"""Standard deviations, and then some, between the chosen rank and a full list; reserved places may stay empty."""
+_MORE_ROOM = 8
 _MIN_TOKENS = 9
 _MIN_KEYS = 16384
 _MIN_KEYS_OF_K = 8
@@ -83,8 +86,9 @@ def sampling_of(k: int, num_keys: int) -> Sampling:
     shift = _MIN_SHIFT
     while True:
         expected = max(1, k >> shift)
-        rank = expected + isqrt(_DEVIATIONS**2 * expected) + _MORE_RANKS
-        found = Sampling(shift, rank, 2 * rank << shift)
+        rank = expected + isqrt(_RANK_DEVIATIONS**2 * expected) + _MORE_RANKS
+        room = rank + isqrt(_ROOM_DEVIATIONS**2 * rank) + _MORE_ROOM
+        found = Sampling(shift, rank, room << shift)
         if found.keys(num_keys) <= found.capacity:
             return found
         shift += 1
