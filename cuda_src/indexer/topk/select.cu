@@ -41,6 +41,7 @@ constexpr bool kCandidates = MLA_CANDIDATES;  // rows are lists of candidates th
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kMaxThreads = 1024;
+constexpr i32 kSmBlocks = kCandidates ? 3 : kMaxThreads / kThreads;
 constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kItems = 32;                   // keys that a thread holds in registers
 constexpr i32 kChunk = 4;                    // keys that are processed together, present or not
@@ -637,7 +638,7 @@ MLA_DEVICE bool select_candidates(Storage& storage, const Row& row) {
     return true;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kMaxThreads / kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kSmBlocks)
     mla_indexer_topk_select(const __grid_constant__ TopkParams p) {
     extern __shared__ __align__(128) u8 smem[];
     Storage& storage = *reinterpret_cast<Storage*>(smem);
