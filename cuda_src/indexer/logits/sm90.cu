@@ -274,7 +274,7 @@ MLA_DEVICE float* sum_at(Storage& s, i32 stage, i32 warp, i32 token, i32 chunk) 
 
 MLA_DEVICE float4 operator*(float4 x, float y) { return make_float4(x.x * y, x.y * y, x.z * y, x.w * y); }
 
-// Places that a warp has reserved in the lists of its two tokens: lane i < 2 holds those of token i. A reservation
+// Places that a warp has reserved in the lists of its two tokens: lane i < 2 holds the places of token i. A reservation
 // takes a round trip to L2, so it is for several tiles; `share` is proportional to the tiles of this thread block.
 struct Places {
     i32 next = 0, end = 0, share = 0;

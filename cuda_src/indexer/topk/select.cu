@@ -605,7 +605,7 @@ MLA_DEVICE bool select(Storage& storage, const Row& row, i32 rank) {
     return true;
 }
 
-// The same from a list of candidates, which is emptied; or sets the row's limit.
+// Selects from a list of candidates, which is emptied, or sets the row's limit. Returns false without a result.
 //
 // A list lacks some of the k largest if it was full, or if the limit exceeds the k-th largest logit: it is then too
 // short, or T is not above the key of NaN, which also stands for places without a candidate.

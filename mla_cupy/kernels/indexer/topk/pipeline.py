@@ -48,7 +48,7 @@ class TopkPipeline(Pipeline[TopkConfig]):
 
 
 class SomeRowsPipeline(TopkPipeline):
-    """The same for rows with keys; results of other rows stay as they are."""
+    """Top-k of rows with keys; results of other rows stay as they are."""
 
     skips_empty = True
 
