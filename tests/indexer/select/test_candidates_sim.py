@@ -12,7 +12,7 @@ from mla_cupy.kernels.indexer.logits.problem import LogitsProblem
 from mla_cupy.kernels.indexer.select import candidates
 from mla_cupy.kernels.indexer.select.candidates import CandidateProblem, sampling_of
 from mla_cupy.simulation import fake_gpu
-from tests.indexer.select.candidate_cases import KERNEL, LISTS, Array, CandidateCase, check
+from tests.indexer.select.candidate_cases import CHUNKS, KERNEL, LISTS, Array, CandidateCase, check
 from tests.support.indexer_cases import LogitsCase, logits_inputs
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
@@ -112,9 +112,23 @@ def test_what_lists_support() -> None:
     assert candidates.unsupported(problem(), fake_gpu(132, (10, 0)))
 
 
-def builds(recorder: Recorder, **options: Any) -> int:
-    """Steps of a call of 64 queries and 131,072 keys."""
-    recorder.entries.clear()
-    q, k = np.zeros((64, 1, 128), np.uint8), np.zeros((131_072, 128), np.uint8)
-    mla_cupy.indexer_select(q, k, np.zeros((64, 1), np.float32), **options)
+def test_they_are_chosen_where_they_win() -> None:
+    assert candidates.preferred(problem())
+    assert not candidates.preferred(problem(num_tokens=8))
+    assert not candidates.preferred(problem(num_keys=8192))
+
+
+def launches(recorder: Recorder, tokens: int = 64, **options: Any) -> int:
+    """Launches of a call with 131,072 keys."""
+    recorder.launches.clear()
+    q, k = np.zeros((tokens, 1, 128), np.uint8), np.zeros((131_072, 128), np.uint8)
+    mla_cupy.indexer_select(q, k, np.zeros((tokens, 1), np.float32), **options)
     return len(recorder.entries)
+
+
+def test_the_call_takes_them(recorder: Recorder) -> None:
+    """Four launches for lists, then two for the rows whose lists lack keys."""
+    assert launches(recorder) == launches(recorder, kernel=KERNEL) == launches(recorder, kernel=LISTS) == 6
+    assert launches(recorder, kernel=CHUNKS) == launches(recorder, tokens=8) == launches(recorder, keep_last=3) == 2
+    assert launches(recorder, logits=np.zeros((64, 131_072), np.float32)) == 2
+    assert launches(recorder, buffer_bytes=1 << 18, tokens=9, topk=2048) == 18
