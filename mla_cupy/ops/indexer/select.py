@@ -75,8 +75,8 @@ def indexer_select(
     relative : bool
         Count keys from `ks`, as sparse attention reads the rows of packed sequences. False: from the first key.
     buffer_bytes : int
-        Size of the buffer of logits, or of lists of the largest logits. Queries are processed in chunks that fit,
-        whatever `topk` is; a chunk has at least one query.
+        Size of the logits buffer. Queries are processed in chunks that fit, whatever `topk` is; a chunk has at least
+        one query.
     logits : array, (rows, s_kv), float32, optional
         The buffer, one row per query of a chunk; the last axis is contiguous. Default: `buffer_bytes` of the workspace.
     indices : array, (s_q, topk), int32, optional
@@ -86,8 +86,7 @@ def indexer_select(
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_select, ...)` bytes.
     kernel : str or mapping, optional
-        Name of a kernel to run, see `mla-cupy list`; or a name for each of the stages "logits" and "topk". With a name
-        for the stage "candidates" alone, queries list their largest logits wherever that is supported.
+        Name of a kernel to run, see `mla-cupy list`; or a name for each of the stages "logits" and "topk".
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -104,10 +103,8 @@ def indexer_select(
 
     Notes
     -----
-    Exact and deterministic, like `indexer_topk`, for any size of the buffer. Two or three launches per chunk. For many
-    keys on Hopper, queries list the logits that reach a limit, in four launches per 1,024 queries; chunks of logits
-    follow for queries whose limit was wrong. With `indices`, `counts` and `workspace` the call can be captured in a
-    CUDA graph.
+    Exact and deterministic, like `indexer_topk`, for any size of the buffer. Two or three launches per chunk. With
+    `indices`, `counts` and `workspace` the call can be captured in a CUDA graph.
 
     Examples
     --------
