@@ -25,27 +25,23 @@ struct KeyRanges {
     i64 ends_stride_block_elems, ends_stride_token_elems;
     i32 num_tokens, num_blocks, block_tokens;
     i32 num_keys;
-    i32 end_of_last;    // `ends` hold the end of a block's last token: each token before it sees one key less
-    i32 key_shift = 0;  // key n is the caller's key n << key_shift
+    i32 end_of_last;  // `ends` hold the end of a block's last token: each token before it sees one key less
 
     MLA_DEVICE i32 tokens_of(i32 block) const { return min(block_tokens, num_tokens - block * block_tokens); }
 
     // The bounds of a token of a block.
     MLA_DEVICE KeyBounds load(i32 block, i32 token) const {
-        KeyBounds bounds{0, num_keys << key_shift};
+        KeyBounds bounds{0, num_keys};
         if (begins != nullptr) bounds.begin = begins[((i64)block * block_tokens + token) * begins_stride_elems];
         if (ends != nullptr) bounds.end = ends[block * ends_stride_block_elems + token * ends_stride_token_elems];
         return bounds;
     }
     MLA_DEVICE KeyRange of(i32 block, i32 token) const { return clamp(load(block, token), token); }
 
-    // The first key that is not before one of the caller's.
-    MLA_DEVICE i32 place(i32 key) const { return (key >> key_shift) + ((key & ((1 << key_shift) - 1)) != 0); }
-
     MLA_DEVICE KeyRange clamp(const KeyBounds& bounds, i32 token) const {
         i32 end = max(bounds.end, 0);
         if (end_of_last) end -= block_tokens - 1 - token;
-        const i32 first = min(place(max(bounds.begin, 0)), num_keys), last = min(place(max(end, 0)), num_keys);
+        const i32 first = min(max(bounds.begin, 0), num_keys), last = min(max(end, 0), num_keys);
         return first < last ? KeyRange{first, last} : KeyRange{0, 0};
     }
 };

@@ -12,16 +12,6 @@ MLA_DEVICE u32 order_key(float x) {
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// The logit of a key: the inverse of order_key.
-MLA_DEVICE float logit_of_key(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
-
-// A logit that reaches its row's limit, by its bits, and its key's index.
-struct alignas(8) Candidate {
-    u32 logit;
-    i32 index;
-};
-constexpr Candidate kNoCandidate{0x7fffffff, -1};  // NaN
-
 // The place of a page's token in the cache; -1 where int32 does not hold it, whatever the block table says.
 MLA_DEVICE i32 place_in_cache(i32 page, i32 page_size, i32 token) {
     const i64 place = (i64)page * page_size + token;

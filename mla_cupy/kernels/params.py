@@ -743,8 +743,6 @@ class LogitsParams(Params):
     block_table: Address = NULL
     cuts: Address
     logits: Address
-    limits: Address = NULL
-    found: Address = NULL
     q_stride_block_token_head_elems: tuple[I64, I64, I64]
     k_stride_elems: I64
     weights_stride_block_token_head_elems: tuple[I64, I64, I64]
@@ -766,8 +764,6 @@ class LogitsParams(Params):
     bf16_out: I32
     wide_rows: I32
     num_blocks: I32
-    key_shift: I32 = 0
-    capacity: I32 = 0
 
 
 class LogitsScheduleParams(Params):
@@ -990,10 +986,6 @@ class TopkParams(Params):
     indices: Address
     counts: Address
     values: Address
-    limits: Address = NULL
-    found: Address = NULL
-    again_begins: Address = NULL
-    again_ends: Address = NULL
     logits_stride_q_elems: I64
     ks_stride_elems: I64
     ke_stride_elems: I64
@@ -1013,8 +1005,6 @@ class TopkParams(Params):
     by_value: I32
     relative: I32
     logits_are_bf16: I32
-    skips_empty: I32 = 0
-    capacity: I32 = 0
 
 
 class MergeExchangeParams(Params):

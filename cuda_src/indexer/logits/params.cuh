@@ -16,9 +16,7 @@ struct LogitsParams {
     const i32* ends;                   // (tokens,), or null; for paged decode (b,) or (b, tokens of a sequence)
     const i32* block_table = nullptr;  // (b, max_pages), or null: keys are contiguous
     const TileCut* cuts;               // (grid + 1,), or null: few blocks of tokens
-    void* logits;                      // (tokens, keys), fp32 or bf16; or the rows' candidates
-    const float* limits = nullptr;     // (tokens,), or null: no limit; NaN: every key is a candidate
-    i32* found = nullptr;              // (tokens,), counts of candidates; only where candidates are listed
+    void* logits;                      // (tokens, keys), fp32 or bf16
     i64 q_stride_block_elems, q_stride_token_elems, q_stride_head_elems;
     i64 k_stride_elems;  // for the cache, bytes of a key's codes: half of head_dim for keys in e2m1
     i64 weights_stride_block_elems, weights_stride_token_elems, weights_stride_head_elems;
@@ -32,7 +30,6 @@ struct LogitsParams {
     i32 heads, head_dim;
     i32 page_size = 0, num_pages = 0;
     i32 clean, bf16_out, wide_rows, num_blocks;  // wide rows: four logits may be stored at once
-    i32 key_shift = 0, capacity = 0;             // candidates: key n is the caller's n << key_shift; room of a row
 };
 
 MLA_DEVICE KeyRanges key_ranges(const LogitsParams& p) {

@@ -28,7 +28,6 @@
 #include "common/limits.cuh"
 #include "indexer/logits/sm90.cuh"
 #include "indexer/logits/sm90_head_sums.cuh"
-#include "indexer/order.cuh"
 #include "tile/product.cuh"
 #include "tile/prologue.cuh"
 #include "tile/warp.cuh"
@@ -40,12 +39,6 @@ using namespace sm90;
 using Element = MLA_DTYPE;
 constexpr i32 kHeadDim = MLA_HEAD_DIM;
 using Sums = HeadSums<MLA_ACCUMULATOR>;  // float, or float16 for queries with small codes
-#ifndef MLA_CANDIDATES
-#define MLA_CANDIDATES 0
-#endif
-constexpr bool kCandidates = MLA_CANDIDATES;  // lists logits that reach their row's limit, instead of storing all
-static_assert(!(kCandidates && Sums::kHalf), "candidates have no scale of the weights");
-constexpr i32 kSpareFraction = 32;  // a warp may leave 1/32 of a list
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kMathWarpgroups = 3;
@@ -94,10 +87,7 @@ struct Storage {
     MBarrier q_full[kMaxQueryStages], q_empty[kMaxQueryStages];
     TileBarriers<kStages> k_full;
     MBarrier k_empty[kStages];
-    union {
-        float weight_scales[kMaxQueryStages][kMaxTokens];  // divisors of the float16 weights
-        float limits[kMaxQueryStages][kMaxTokens];         // of candidates
-    };
+    float weight_scales[kMaxQueryStages][kMaxTokens];  // divisors of the float16 weights
 };
 static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 static_assert(sizeof(float) * kWarpgroupWarps * kMaxTokens * kTileKeys <= kKeyTileBytes, "the sums of four warps");
@@ -181,13 +171,6 @@ MLA_DEVICE void load_weights(const LogitsParams& p, Storage& s, const QueryStage
                  [&](i32 head, i32 token, float weight) { put_weight(to[head / 2][token], head, weight * factor); });
 }
 
-MLA_DEVICE void load_limits(const LogitsParams& p, Storage& s, i32 stage, i32 lane) {
-    const BlockInfo& info = s.info[stage];
-    if (lane >= info.tokens) return;
-    const float* limit = p.limits + (info.block * kMaxTokens + lane);
-    s.limits[stage][lane] = p.limits == nullptr ? logit_of_key(kNanKey) : *limit;
-}
-
 MLA_DEVICE void load_keys(Storage& s, const TensorMap& k_map, const StageWalk<kStages>& key, i32 tile) {
     MBarrier& full = s.k_full.of(key);
     mbarrier_arrive_expect_tx(full, kKeyTileBytes);
@@ -200,8 +183,7 @@ MLA_DEVICE void load_keys(Storage& s, const TensorMap& k_map, const StageWalk<kS
 
 MLA_DEVICE void run_load_role(const LogitsParams& p, Storage& s, const TensorMap& q_map, const TensorMap& k_map,
                               i32 lane) {
-    KeyRanges ranges = key_ranges(p);
-    if constexpr (kCandidates) ranges.key_shift = p.key_shift;
+    const KeyRanges ranges = key_ranges(p);
     const QueryStages stages(p);
     StageWalk<kMaxQueryStages> query(0);
     StageWalk<kStages> key(0);
@@ -216,7 +198,6 @@ MLA_DEVICE void run_load_role(const LogitsParams& p, Storage& s, const TensorMap
             return;
         }
         load_weights(p, s, stages, query.stage, lane);
-        if constexpr (kCandidates) load_limits(p, s, query.stage, lane);
         __syncwarp();
         if (lane == 0) load_queries(s, q_map, stages, query.stage);
         for (i32 tile = walk.tiles.begin; tile < walk.tiles.end; ++tile, key.advance()) {
@@ -274,99 +255,9 @@ MLA_DEVICE float* sum_at(Storage& s, i32 stage, i32 warp, i32 token, i32 chunk) 
 
 MLA_DEVICE float4 operator*(float4 x, float y) { return make_float4(x.x * y, x.y * y, x.z * y, x.w * y); }
 
-// Places that a warp has reserved in the lists of its two tokens: lane i < 2 holds the places of token i. A reservation
-// takes a round trip to L2, so it is for several tiles; `share` is proportional to the tiles of this thread block.
-struct Places {
-    i32 next = 0, end = 0, share = 0;
-
-    MLA_DEVICE explicit Places(const LogitsParams& p, TileRange tiles)
-        : share(tiles.size() * (p.capacity / kSpareFraction) / ceil_div(p.num_keys, kTileKeys)) {}
-};
-
-// The places of new candidates of a token: `before` of them follow one another, the others begin elsewhere.
-struct Reserved {
-    i32 first, before, rest;
-
-    MLA_DEVICE i32 at(i32 n) const { return n < before ? first + n : rest + (n - before); }
-    MLA_DEVICE Reserved of_lane(i32 lane) const {
-        return Reserved{__shfl_sync(kFullWarp, first, lane), __shfl_sync(kFullWarp, before, lane),
-                        __shfl_sync(kFullWarp, rest, lane)};
-    }
-};
-
-// Takes `count` places, and reserves more where they do not suffice.
-MLA_DEVICE Reserved take_places(Places& places, i32* found, i32 count) {
-    Reserved taken{places.next, places.end - places.next, 0};
-    if (count <= taken.before) {
-        places.next += count;
-        return taken;
-    }
-    const i32 missing = count - taken.before, size = max(missing, places.share);
-    taken.rest = atomicAdd(found, size);
-    places.next = taken.rest + missing;
-    places.end = taken.rest + size;
-    return taken;
-}
-
-MLA_DEVICE Candidate* list_of(const LogitsParams& p, i32 block, i32 token) {
-    return static_cast<Candidate*>(LogitsRow(p, block, token).row);
-}
-
-// Appends the logits of two tokens that reach their limits to the tokens' lists, in any order. A full list only counts.
-MLA_DEVICE void list_candidates(const LogitsParams& p, Storage& s, const Math& math, i32 query_stage, i32 tile,
-                                const float4 (&total)[2 * kParts], const float (&scales)[kLaneKeys], Places& places) {
-    const BlockInfo& info = s.info[query_stage];
-    const i32 lane = math.thread % kWarpThreads, key = tile * kTileKeys + 4 * lane;
-    float logits[2][4];
-    u32 votes[2][4];
-    i32 counts[2] = {};
-#pragma unroll
-    for (i32 i = 0; i < 2; ++i) {
-        const i32 token = 2 * math.warp + i;
-        const KeyRange range = info.ranges[token];
-        const float limit = s.limits[query_stage][token], x[4] = {total[i].x, total[i].y, total[i].z, total[i].w};
-        const bool takes_all = limit != limit;
-#pragma unroll
-        for (i32 j = 0; j < 4; ++j) {
-            logits[i][j] = x[j] * scales[j];
-            votes[i][j] = __ballot_sync(kFullWarp, range.contains(key + j) && (takes_all || logits[i][j] >= limit));
-            counts[i] += __popc(votes[i][j]);
-        }
-    }
-    Reserved reserved{};
-    if (lane < 2) {
-        i32* found = p.found + (info.block * kMaxTokens + 2 * math.warp + lane);
-        reserved = take_places(places, found, lane == 0 ? counts[0] : counts[1]);
-    }
-#pragma unroll
-    for (i32 i = 0; i < 2; ++i) {
-        Candidate* const list = list_of(p, info.block, 2 * math.warp + i);
-        const Reserved to = reserved.of_lane(i);
-        i32 before = 0;
-#pragma unroll
-        for (i32 j = 0; j < 4; ++j) {
-            const i32 at = to.at(before + __popc(votes[i][j] & ((1u << lane) - 1)));
-            const bool is_listed = votes[i][j] >> lane & 1 && at < p.capacity;
-            if (is_listed) list[at] = Candidate{__float_as_uint(logits[i][j]), key + j};
-            before += __popc(votes[i][j]);
-        }
-    }
-}
-
-// Fills the places that are left with candidates that no selection takes.
-MLA_DEVICE void close_lists(const LogitsParams& p, const Math& math, i32 block, const Places& places) {
-    const i32 lane = math.thread % kWarpThreads;
-#pragma unroll
-    for (i32 i = 0; i < 2; ++i) {
-        Candidate* const list = list_of(p, block, 2 * math.warp + i);
-        const i32 next = __shfl_sync(kFullWarp, places.next, i), end = __shfl_sync(kFullWarp, places.end, i);
-        for (i32 n = next + lane; n < min(end, p.capacity); n += kWarpThreads) list[n] = kNoCandidate;
-    }
-}
-
 // Each warp stores two tokens; a lane stores four keys of each token in every part of the tile.
 MLA_DEVICE void store_tile(const LogitsParams& p, Storage& s, const Math& math, i32 query_stage, i32 tile, i32 stage,
-                           const float (&scales)[kLaneKeys], Places& places) {
+                           const float (&scales)[kLaneKeys]) {
     const BlockInfo& info = s.info[query_stage];
     const i32 lane = math.thread % kWarpThreads;
     float4 total[2 * kParts];
@@ -385,10 +276,6 @@ MLA_DEVICE void store_tile(const LogitsParams& p, Storage& s, const Math& math, 
     }
     fence_proxy_async();  // TMA writes the next tile of keys over the sums
     release(s.k_empty[stage], math.thread);
-    if constexpr (kCandidates) {
-        list_candidates(p, s, math, query_stage, tile, total, scales, places);
-        return;
-    }
 #pragma unroll
     for (i32 i = 0; i < 2 * kParts; ++i) {
         const i32 token = 2 * math.warp + i / kParts, part = i % kParts;
@@ -402,7 +289,7 @@ MLA_DEVICE void store_tile(const LogitsParams& p, Storage& s, const Math& math, 
 }
 
 MLA_DEVICE void run_tile(const LogitsParams& p, Storage& s, const Math& math, const QueryStages& stages,
-                         i32 query_stage, i32 tile, i32 stage, Places& places) {
+                         i32 query_stage, i32 tile, i32 stage) {
     float scales[kLaneKeys];
     Sums sums;
 #pragma unroll
@@ -417,7 +304,7 @@ MLA_DEVICE void run_tile(const LogitsParams& p, Storage& s, const Math& math, co
         *reinterpret_cast<float2*>(sum_at(s, stage, math.warp, math.g, chunk) + 2 * math.c) = sums.of(chunk);
     }
     bar_sync(SumsReady + math.warpgroup, kWarpgroupThreads);
-    store_tile(p, s, math, query_stage, tile, stage, scales, places);
+    store_tile(p, s, math, query_stage, tile, stage, scales);
 }
 
 MLA_DEVICE void run_math_role(const LogitsParams& p, Storage& s, const Math& math) {
@@ -429,13 +316,11 @@ MLA_DEVICE void run_math_role(const LogitsParams& p, Storage& s, const Math& mat
         mbarrier_wait(s.q_full[query.stage], query.parity());
         const TileRange tiles = s.info[query.stage].tiles;
         if (tiles.size() == 0) return;
-        Places places(p, tiles);
 #pragma unroll 1
         for (; ahead < tiles.size(); ahead += kMathWarpgroups, key.advance()) {
             s.k_full.wait(key);
-            run_tile(p, s, math, stages, query.stage, tiles.begin + ahead, key.stage, places);
+            run_tile(p, s, math, stages, query.stage, tiles.begin + ahead, key.stage);
         }
-        if constexpr (kCandidates) close_lists(p, math, s.info[query.stage].block, places);
         ahead -= tiles.size();
         release(s.q_empty[query.stage], math.thread);
         query.advance(stages.count);

@@ -34,14 +34,9 @@ namespace mla::indexer::topk {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 constexpr i32 kClusterBlocks = MLA_CLUSTER_BLOCKS;
 constexpr i32 kThreads = MLA_THREADS;  // fewer for short rows, so that an SM works on two rows
-#ifndef MLA_CANDIDATES
-#define MLA_CANDIDATES 0
-#endif
-constexpr bool kCandidates = MLA_CANDIDATES;  // rows are lists of candidates that indexer/logits/sm90.cu has written
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kMaxThreads = 1024;
-constexpr i32 kSmBlocks = kCandidates ? 3 : kMaxThreads / kThreads;
 constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kItems = 32;                   // keys that a thread holds in registers
 constexpr i32 kChunk = 4;                    // keys that are processed together, present or not
@@ -50,26 +45,20 @@ constexpr i32 kBins = 1 << kDigitBits;
 constexpr i32 kCapacity = kItems * kThreads;
 constexpr i32 kBinsPerThread = kBins / kThreads;
 constexpr i32 kMaxSorted = 8192;
-constexpr i32 kWords = kCandidates ? 4096 : kThreads;  // words of votes, for 32 keys each; a multiple of kThreads
-constexpr i32 kWarpEntries = 2 * kWarpThreads;         // entries that a warp sorts without the other warps
+constexpr i32 kWarpEntries = 2 * kWarpThreads;  // entries that a warp sorts without the other warps
 static_assert(kPasses * kDigitBits == 33, "the digits cover a key");
-static_assert(kWarps <= kWarpThreads, "a lane per warp's sum");
-static_assert(kCandidates || kItems * kWarps == kThreads, "a thread per word");
+static_assert(kWarps <= kWarpThreads && kItems * kWarps == kThreads, "a lane per warp's sum, a thread per word");
 static_assert(kCapacity < 1 << 16, "half a word holds a count of keys");
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct TopkParams {
-    const void* logits;           // (s_q, s_kv), float32 or bfloat16
-    const i32* ks;                // (s_q,), or null: 0
-    const i32* ke;                // (s_q / rows_per_ke,), or null: s_kv
-    const i32* block_table;       // (b, max_pages), or null
-    i32* indices;                 // (s_q, k)
-    i32* counts;                  // (s_q,)
-    float* values;                // (s_q, k), or null
-    float* limits = nullptr;      // (s_q,), candidates: where the k-th largest of each row goes, instead of indices
-    i32* found = nullptr;         // (s_q,), candidates: their numbers; emptied with `limits`
-    i32* again_begins = nullptr;  // (s_q,), candidates: ranges of the rows that need all logits, empty for others
-    i32* again_ends = nullptr;    // (s_q,)
+    const void* logits;      // (s_q, s_kv), float32 or bfloat16
+    const i32* ks;           // (s_q,), or null: 0
+    const i32* ke;           // (s_q / rows_per_ke,), or null: s_kv
+    const i32* block_table;  // (b, max_pages), or null
+    i32* indices;            // (s_q, k)
+    i32* counts;             // (s_q,)
+    float* values;           // (s_q, k), or null
     i64 logits_stride_q_elems, ks_stride_elems, ke_stride_elems;
     i64 table_stride_b_elems, table_stride_page_elems;
     i64 indices_stride_q_elems, counts_stride_elems, values_stride_q_elems;
@@ -78,8 +67,6 @@ struct TopkParams {
     i32 rows_per_ke;  // rows that share a ke; it belongs to the last row, and each row before it sees one key less
     i32 keep_first, keep_last;
     i32 by_value, relative, logits_are_bf16;
-    i32 skips_empty = 0;  // rows without keys are left alone
-    i32 capacity = 0;     // candidates that a row's list holds
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(TopkParams, logits_stride_q_elems), MLA_OFFSET(TopkParams, s_q),
@@ -102,6 +89,11 @@ struct Sorted {
     }
 };
 
+// Numbers of keys before some place that are above T, and equal to T.
+struct Before {
+    i32 above, equal;
+};
+
 // Result of a pass: the digit of T, and of the keys that agree with T so far, the number selected and the total.
 struct Found {
     i32 digit;
@@ -113,15 +105,6 @@ struct alignas(8) Word {
     u32 above, reaching;
 
     MLA_DEVICE u32 equal() const { return reaching & ~above; }
-};
-
-// Numbers of keys before some place that are above T, and equal to T.
-struct Before {
-    i32 above, equal;
-
-    MLA_DEVICE Before through(const Word& word) const {
-        return Before{above + __popc(word.above), equal + __popc(word.equal())};
-    }
 };
 
 // Place of a digit's bin; digits that agree in their lower bits lie in different banks. Digit kBins collects keys that
@@ -147,7 +130,7 @@ struct DigitsOf<true> {
 
 struct Scratch {
     alignas(16) DigitsOf<(kClusterBlocks > 1)>::Type digits;
-    Word words[kWords];
+    Word words[kThreads];
     Before all;
     u32 warp_sums[kWarps];
 };
@@ -195,18 +178,13 @@ MLA_DEVICE u32 key_of(const Row& row, i32 s, float x) { return row.keeps(s) ? kK
 
 MLA_DEVICE bool fits(const Row& row) { return row.last - row.first <= kCapacity; }
 
-MLA_DEVICE u32 bits_of(u32 logit) { return logit; }
-MLA_DEVICE u32 bits_of(const Candidate& candidate) { return candidate.logit; }
-
 // kItems keys of a thread, kThreads apart.
 struct Keys {
     u32 at[kItems];
 
     // Sets kNoKey past the end of the share. All loads are issued before the first logit is used.
     MLA_DEVICE void load(const Row& row, i32 start) {
-        if constexpr (kCandidates) {
-            load_bits(row, start, static_cast<const Candidate*>(row.p.logits));
-        } else if (row.p.logits_are_bf16) {
+        if (row.p.logits_are_bf16) {
             load_bits(row, start, static_cast<const u16*>(row.p.logits));
 #pragma unroll
             for (i32 i = 0; i < kItems; ++i) at[i] <<= 16;
@@ -233,7 +211,7 @@ struct Keys {
         const i32 first = start + (i32)threadIdx.x;
         const Bits* from = logits + row.t * row.p.logits_stride_q_elems + first;
 #pragma unroll
-        for (i32 i = 0; i < kItems; ++i) at[i] = i * kThreads < row.last - first ? bits_of(from[i * kThreads]) : 0;
+        for (i32 i = 0; i < kItems; ++i) at[i] = i * kThreads < row.last - first ? (u32)from[i * kThreads] : 0;
     }
 };
 
@@ -359,16 +337,6 @@ MLA_DEVICE void vote(Scratch& s, const Keys& keys, const Threshold& threshold, i
     }
 }
 
-// Writes the selected indices of every thread's word; returns the counts before this thread's.
-MLA_DEVICE Before emit_words(Scratch& s, const Row& row, const Threshold& threshold, const Word& word, i32 first,
-                             Before before) {
-    const u32 own = (u32)__popc(word.above) | (u32)__popc(word.equal()) << 16;
-    const u32 sum = block_exclusive_sum(s, own);
-    const Before mine{before.above + (i32)(sum & 0xffff), before.equal + (i32)(sum >> 16)};
-    emit_word(row.indices(), threshold, word, first, mine);
-    return mine;
-}
-
 // Writes the selected indices of this block's share; `before` has the counts of earlier blocks. Words of votes lie in
 // the order of the keys, and each thread owns one.
 MLA_DEVICE void emit(Scratch& s, const Row& row, Keys& keys, const Threshold& threshold, Before before) {
@@ -383,77 +351,17 @@ MLA_DEVICE void emit(Scratch& s, const Row& row, Keys& keys, const Threshold& th
         __syncthreads();
         const i32 first = start + thread * kWarpThreads;
         const Word word = first < row.last ? s.words[thread] : Word{0, 0};
-        const Before mine = emit_words(s, row, threshold, word, first, before);
+        const u32 own = (u32)__popc(word.above) | (u32)__popc(word.equal()) << 16;
+        const u32 sum = block_exclusive_sum(s, own);
+        const Before mine{before.above + (i32)(sum & 0xffff), before.equal + (i32)(sum >> 16)};
+        emit_word(row.indices(), threshold, word, first, mine);
         if (fits(row) || start + kCapacity >= row.last) return;
-        if (thread == kThreads - 1) s.all = mine.through(word);
+        if (thread == kThreads - 1) {
+            s.all = Before{mine.above + __popc(word.above), mine.equal + __popc(word.equal())};
+        }
         __syncthreads();
         before = s.all;
     }
-}
-
-// ---- Candidates ------------------------------------------------------------------------------------------------
-constexpr i32 kMarked = kWords * kWarpThreads;  // keys that the words have bits for
-constexpr i32 kLoads = 8;                       // candidates in flight
-
-MLA_DEVICE void mark(Scratch& s, const Threshold& threshold, u32 key, u32 at) {
-    if (key < threshold.lowest || at >= kMarked) return;
-    Word& word = s.words[at / kWarpThreads];
-    const u32 bit = 1u << at % kWarpThreads;
-    atomicOr(&word.reaching, bit);
-    if (threshold.takes_all || key > threshold.highest) atomicOr(&word.above, bit);
-}
-
-// Sets the bits of the candidates above T, and of those that reach it, among the keys from `start` on. Reads the list
-// again, because registers that hold it would leave none for loads.
-MLA_DEVICE void mark_all(Scratch& s, const Row& list, const Threshold& threshold, i32 start) {
-    const Candidate* from = static_cast<const Candidate*>(list.p.logits) + list.t * list.p.logits_stride_q_elems;
-    for (i32 first = threadIdx.x; first < list.last; first += kLoads * kThreads) {
-        Candidate found[kLoads];
-#pragma unroll
-        for (i32 i = 0; i < kLoads; ++i) {
-            const i32 n = first + i * kThreads;
-            found[i] = n < list.last ? from[n] : Candidate{0, -1};
-        }
-#pragma unroll
-        for (i32 i = 0; i < kLoads; ++i) {
-            mark(s, threshold, order_key(__uint_as_float(found[i].logit)), (u32)(found[i].index - start));
-        }
-    }
-}
-
-// Writes the indices of the selected candidates in ascending order; the list has no order.
-MLA_DEVICE void emit_candidates(Scratch& s, const Row& row, const Row& list, const Threshold& threshold) {
-    const i32 thread = threadIdx.x;
-    Before before{0, 0};
-    for (i32 start = row.begin; start < row.end; start += kMarked) {
-        const i32 words = min(kWords, ceil_div(row.end - start, kWarpThreads));
-        for (i32 n = thread; n - thread < words; n += kThreads) s.words[n] = Word{0, 0};
-        __syncthreads();
-        mark_all(s, list, threshold, start);
-        __syncthreads();
-        for (i32 n = thread; n - thread < words; n += kThreads) {
-            const Word word = s.words[n];
-            const Before mine = emit_words(s, row, threshold, word, start + n * kWarpThreads, before);
-            if (thread == kThreads - 1) s.all = mine.through(word);
-            __syncthreads();
-            before = s.all;
-        }
-    }
-}
-
-// Sets the row's limit: at most its k-th largest candidate, or NaN, which every logit reaches, if there are fewer.
-MLA_DEVICE void set_limit(Storage& storage, const Row& list, Keys& keys) {
-    u32 key = kNanKey;
-    Before before{0, 0};
-    if (list.last >= list.p.k) key = find_threshold(storage, storage.scratch.digits, list, keys, 0, before).lowest;
-    if (threadIdx.x == 0) list.p.limits[list.t] = logit_of_key(key);
-}
-
-// Names the row, or an empty range, for the kernels that compute all logits of such rows.
-MLA_DEVICE void select_again(const Row& row, bool again) {
-    if (threadIdx.x > 0) return;
-    row.p.again_begins[row.t] = again ? row.begin : 0;
-    row.p.again_ends[row.t] = again ? row.end : 0;
 }
 
 // ---- Result formats --------------------------------------------------------------------------------------------
@@ -584,61 +492,21 @@ MLA_DEVICE void sync_row() {
     }
 }
 
-// Writes the indices of all logits.
-MLA_DEVICE void emit_all(const Row& row, i32 rank) {
-    for (i32 n = rank * kThreads + (i32)threadIdx.x; n < row.length(); n += kClusterBlocks * kThreads) {
-        row.indices()[n] = row.begin + n;
-    }
-}
-
-// Writes the indices of the selected logits in ascending order. Returns false if the row has no result.
-MLA_DEVICE bool select(Storage& storage, const Row& row, i32 rank) {
-    if (row.p.skips_empty && row.length() == 0) return false;
+// Writes the indices of the selected logits in ascending order.
+MLA_DEVICE void select(Storage& storage, const Row& row, i32 rank) {
     if (row.length() <= row.p.k) {  // all keys are selected: no logit is read
-        emit_all(row, rank);
-        return true;
+        for (i32 n = rank * kThreads + (i32)threadIdx.x; n < row.length(); n += kClusterBlocks * kThreads) {
+            row.indices()[n] = row.begin + n;
+        }
+        return;
     }
     Keys keys;
     Before before{0, 0};
     const Threshold threshold = find_threshold(storage, storage.scratch.digits, row, keys, rank, before);
     emit(storage.scratch, row, keys, threshold, before);
-    return true;
 }
 
-// Selects from a list of candidates, which is emptied, or sets the row's limit. Returns false without a result.
-//
-// A list lacks some of the k largest if it was full, or if the limit exceeds the k-th largest logit: it is then too
-// short, or T is not above the key of NaN, which also stands for places without a candidate.
-MLA_DEVICE bool select_candidates(Storage& storage, const Row& row) {
-    const TopkParams& p = row.p;
-    const i32 found = p.found[row.t], listed = min(found, p.capacity);
-    const Row list{p, row.t, 0, listed, 0, listed};
-    Keys keys;
-    __syncthreads();  // every thread has read `found`
-    if (threadIdx.x == 0) p.found[row.t] = 0;
-    if (p.limits != nullptr) {
-        set_limit(storage, list, keys);
-        return false;
-    }
-    const bool takes_all = row.length() <= p.k;
-    bool again = !takes_all && (found < p.k || found > p.capacity);
-    Threshold threshold{};
-    Before before{0, 0};
-    if (!takes_all && !again) {
-        threshold = find_threshold(storage, storage.scratch.digits, list, keys, 0, before);
-        again = threshold.lowest <= kNanKey;
-    }
-    select_again(row, again);
-    if (again) return false;
-    if (takes_all) {
-        emit_all(row, 0);
-    } else {
-        emit_candidates(storage.scratch, row, list, threshold);
-    }
-    return true;
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads, kSmBlocks)
+extern "C" __global__ void __launch_bounds__(kThreads, kMaxThreads / kThreads)
     mla_indexer_topk_select(const __grid_constant__ TopkParams p) {
     extern __shared__ __align__(128) u8 smem[];
     Storage& storage = *reinterpret_cast<Storage*>(smem);
@@ -649,11 +517,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kSmBlocks)
     const i32 t = p.s_q - 1 - (i32)(blockIdx.x / kClusterBlocks);
     const Row row = resolve_row(p, t, rank);
     const i32 count = min(p.k, row.length());
-    if constexpr (kCandidates) {
-        if (!select_candidates(storage, row)) return;
-    } else {
-        if (!select(storage, row, rank)) return;
-    }
+    select(storage, row, rank);
     sync_row();  // all indices are written, and no block reads another block's memory any more
     const Target to{row, row.indices(), p.values == nullptr ? nullptr : p.values + t * p.values_stride_q_elems,
                     p.block_table == nullptr ? nullptr : p.block_table + t / p.rows_per_table * p.table_stride_b_elems};

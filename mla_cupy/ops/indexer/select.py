@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from math import prod
 from typing import Any, NamedTuple
 
 from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.indexer.logits.problem import LogitsOptions
-from mla_cupy.kernels.indexer.select import candidates
-from mla_cupy.kernels.indexer.select.candidates import CandidateOptions
 from mla_cupy.kernels.indexer.topk.problem import MAX_TOPK, TopkOptions
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.ops.call import call
@@ -26,9 +22,7 @@ from mla_cupy.ops.composite import (
 )
 from mla_cupy.ops.indexer import logits as logits_operation
 from mla_cupy.ops.indexer import topk as topk_operation
-from mla_cupy.ops.indexer.select_candidates import OF_CANDIDATES, TOPK_OF_SOME_ROWS, problem_of
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
-from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.ops.operation import Examined, Input, Output, Views, present
 from mla_cupy.shapes import MAX_INT32
 
 BUFFER_BYTES = 64 << 20
@@ -36,8 +30,6 @@ BUFFER_BYTES = 64 << 20
 _MAX_BUFFER_BYTES = 1 << 40
 MAX_SIZE = MAX_INT32 // 8
 """The most rows of a chunk, and keys."""
-_ROWS = ("q", "weights", "ks", "ke", "indices", "counts")
-"""Arrays with a row per query."""
 
 
 def indexer_select(
@@ -186,87 +178,29 @@ def _examine(views: Views, options: SelectOptions) -> Examined:
 def _divide(call: Call) -> Division:
     """Chunks of queries, one per row of the buffer."""
     options: SelectOptions = call.options
-    parts = _parts(call)
+    parts = {name: None if view is None else Part(name, view) for name, view in call.views.items()}
     q, k = call.view("q"), call.view("k")
+    s_q, s_kv = q.shape[0], k.shape[0]
     buffer, sizes = parts["logits"], {}
     if buffer is None:
-        rows = rows_of_buffer(q.shape[0], k.shape[0], options.buffer_bytes)
-        buffer = workspace_part("buffer", (rows, k.shape[0]), "float32", q.device)
-        sizes = {"buffer": _nbytes(buffer)}
-    return Division(sizes, _chunks(parts, buffer, options))
-
-
-def _parts(call: Call) -> dict[str, Part | None]:
-    return {name: None if view is None else Part(name, view) for name, view in call.views.items()}
-
-
-def _nbytes(part: Part) -> int:
-    return 4 * prod(part.view.shape)
-
-
-def _cut(parts: Mapping[str, Part | None], names: Iterable[str], begin: int, end: int) -> dict[str, Part | None]:
-    """The rows [begin, end) of arrays."""
-    return {name: part.cut(0, begin, end) if (part := parts[name]) else None for name in names}
-
-
-def _chunks(
-    parts: Mapping[str, Part | None], buffer: Part, options: SelectOptions, topk: Operation = topk_operation.OPERATION
-) -> list[Stage]:
-    """Logits and their top-k for each chunk of queries."""
-    q = parts["q"]
-    assert q is not None
-    s_q, rows = q.view.shape[0], min(buffer.view.shape[0], MAX_SIZE)
-    keys = {name: parts[name] for name in ("k", "k_scale")}
-    steps = []
+        rows = rows_of_buffer(s_q, s_kv, options.buffer_bytes)
+        buffer, sizes = workspace_part("buffer", (rows, s_kv), "float32", q.device), {"buffer": 4 * rows * s_kv}
+    rows = min(buffer.view.shape[0], MAX_SIZE)
+    steps: list[Stage] = []
     for begin in range(0, s_q, rows):
         end = min(s_q, begin + rows)
+
+        def chunk(name: str, begin: int = begin, end: int = end) -> Part | None:
+            return part.cut(0, begin, end) if (part := parts[name]) else None
+
         logits = buffer.cut(0, 0, end - begin)
-        chunk = _cut(parts, _ROWS, begin, end)
-        scored = {name: chunk[name] for name in ("q", "weights", "ks", "ke")} | keys | {"logits": logits}
+        ranges = {name: chunk(name) for name in ("ks", "ke")}
+        scored = {name: chunk(name) for name in ("q", "weights")}
+        scored |= {**ranges, "k": parts["k"], "k_scale": parts["k_scale"], "logits": logits}
         steps.append(Stage("logits", logits_operation.OPERATION, scored, _of_logits(options)))
-        results = {name: chunk[name] for name in ("ks", "ke", "indices", "counts")} | {"logits": logits}
-        steps.append(topk_stage(results, options)._replace(operation=topk))
-    return steps
-
-
-def _asks_for_lists(kernels: Mapping[str, str]) -> bool:
-    """True if the caller names the kernel of the lists alone: one name for all stages leaves the choice open."""
-    return "candidates" in kernels and "logits" not in kernels
-
-
-def _of_candidates(call: Call, device: DeviceInfo) -> Division | None:
-    """Lists of candidates, where they are preferred and no kernel is named, or where the caller names their kernel.
-
-    At the end, the rows whose lists lack keys go through chunks of logits; the other rows of these chunks are empty.
-    """
-    options: SelectOptions = call.options
-    if options.kernel and "candidates" not in options.kernel:
-        return None
-    problem = problem_of(call.views, options)
-    if call.views["logits"] is not None or candidates.unsupported(problem, device):
-        return None
-    if not (_asks_for_lists(options.kernel) or candidates.preferred(problem)):
-        return None
-    q, (s_kv, _) = call.view("q"), call.view("k").shape
-    s_q = q.shape[0]
-    capacity = candidates.sampling_of(options.topk, s_kv).capacity
-    rows = candidates.rows_of_lists(s_q, capacity, options.buffer_bytes)
-    if rows == 0:
-        return None
-    lists = workspace_part("buffer", (rows, 2 * capacity), "float32", q.device)
-    logits = workspace_part("buffer", (rows_of_buffer(s_q, s_kv, options.buffer_bytes), s_kv), "float32", q.device)
-    again = workspace_part("again", (2, s_q), "int32", q.device)
-    parts = _parts(call) | {"again_begins": again.at(0), "again_ends": again.at(1)}
-    steps = []
-    for begin in range(0, s_q, rows):
-        end = min(s_q, begin + rows)
-        arrays = _cut(parts, (*_ROWS, "again_begins", "again_ends"), begin, end)
-        arrays |= {"k": parts["k"], "k_scale": parts["k_scale"], "candidates": lists.cut(0, 0, end - begin)}
-        chosen = CandidateOptions(options.topk, options.relative, fills=begin == 0, kernel=None)
-        steps.append(Stage("candidates", OF_CANDIDATES, arrays, chosen))
-    some = parts | {"ks": parts["again_begins"], "ke": parts["again_ends"]}
-    sizes = {"buffer": max(_nbytes(lists), _nbytes(logits)), "again": _nbytes(again)}
-    return Division(sizes, [*steps, *_chunks(some, logits, options, TOPK_OF_SOME_ROWS)])
+        results = {name: chunk(name) for name in ("indices", "counts")}
+        steps.append(topk_stage({"logits": logits, **ranges, **results}, options))
+    return Division(sizes, steps)
 
 
 def int32(first: str) -> tuple[str, ...]:
@@ -274,9 +208,7 @@ def int32(first: str) -> tuple[str, ...]:
     return ("int32",)
 
 
-_PIPELINE = CompositePipeline(
-    logits=logits_operation.OPERATION, topk=topk_operation.OPERATION, candidates=OF_CANDIDATES
-)
+_PIPELINE = CompositePipeline(logits=logits_operation.OPERATION, topk=topk_operation.OPERATION)
 
 OPERATION = Composite(
     "indexer_select",
@@ -291,6 +223,5 @@ OPERATION = Composite(
     examine=_examine,
     pipeline=_PIPELINE,
     divide=_divide,
-    joined=_of_candidates,
     keys={"kernel": hashable},
 )

@@ -89,9 +89,6 @@ def maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
     return ("q", q_map(call.view("q"))), ("k", k_map(call.view("k"), tile_keys(call.options.accumulate)))
 
 
-CANDIDATES = Variant(dtype=CODES[0], head_dim=HEAD_DIMS[0], accumulator="float", candidates=1)
-"""The build that lists the logits that reach their row's limit."""
-
 KERNEL = LogitsKernel(
     "indexer_logits_sm90",
     "indexer logits with WGMMA and TMA, products in float32, or for queries with small codes in float16",
@@ -101,7 +98,6 @@ KERNEL = LogitsKernel(
     (
         *variants(dtype=DTYPES, head_dim=HEAD_DIMS, accumulator=("float",)),
         *variants(dtype=CODES[:1], head_dim=HEAD_DIMS, accumulator=("float16",)),
-        CANDIDATES,
     ),
     facts={"block_tokens": BLOCK_TOKENS, "max_short_line": _SHORT_LINE},
     facts_of=lambda variant: {"max_heads": max_heads(variant), "tile_keys": tile_keys(variant.accumulator)},

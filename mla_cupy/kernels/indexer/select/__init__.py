@@ -4,14 +4,12 @@
 from typing import Any
 
 from mla_cupy.kernels.indexer.select import sm90_paged
-from mla_cupy.kernels.indexer.select.candidates import SELECT_CANDIDATES
 from mla_cupy.kernels.indexer.select.pipeline import SELECT
 from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = [
     "KERNELS",
     "SELECT",
-    "SELECT_CANDIDATES",
 ]
 
 KERNELS: tuple[KernelSpec[Any], ...] = (sm90_paged.KERNEL,)

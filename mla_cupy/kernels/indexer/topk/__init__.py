@@ -4,13 +4,12 @@
 from typing import Any
 
 from mla_cupy.kernels.indexer.topk import select
-from mla_cupy.kernels.indexer.topk.pipeline import TOPK, TOPK_OF_SOME
+from mla_cupy.kernels.indexer.topk.pipeline import TOPK
 from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = [
     "KERNELS",
     "TOPK",
-    "TOPK_OF_SOME",
 ]
 
 KERNELS: tuple[KernelSpec[Any], ...] = (select.KERNEL,)

@@ -26,7 +26,6 @@ class TopkPipeline(Pipeline[TopkConfig]):
     """The kernels of `indexer_topk`."""
 
     kernels = (select.KERNEL,)
-    skips_empty = False
 
     def configure(self, problem: TopkProblem, device: DeviceInfo, kernel: str | None = None) -> TopkConfig:
         """See `Pipeline.configure`."""
@@ -43,17 +42,11 @@ class TopkPipeline(Pipeline[TopkConfig]):
         s_q, s_kv = logits.shape
         if s_q == 0:
             return []
-        args = LaunchArgs(_params(call, options, s_q, s_kv, self.skips_empty))
+        args = LaunchArgs(_params(call, options, s_q, s_kv))
         return [Launch(config.kernel, config.variant, (s_q * config.variant.cluster_blocks, 1, 1), args)]
 
 
-class SomeRowsPipeline(TopkPipeline):
-    """Top-k of rows with keys; results of other rows stay as they are."""
-
-    skips_empty = True
-
-
-def _params(call: Call, options: TopkOptions, s_q: int, s_kv: int, skips_empty: bool) -> TopkParams:
+def _params(call: Call, options: TopkOptions, s_q: int, s_kv: int) -> TopkParams:
     table, ke = call.views["block_table"], call.views["ke"]
     tables, max_pages = (1, 0) if table is None else table.shape
     return TopkParams(
@@ -83,9 +76,7 @@ def _params(call: Call, options: TopkOptions, s_q: int, s_kv: int, skips_empty: 
         by_value=options.order == "value",
         relative=options.relative,
         logits_are_bf16=call.view("logits").dtype == "bfloat16",
-        skips_empty=skips_empty,
     )
 
 
 TOPK = TopkPipeline()
-TOPK_OF_SOME = SomeRowsPipeline()

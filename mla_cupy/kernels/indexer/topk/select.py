@@ -37,18 +37,6 @@ def variant(problem: TopkProblem, device: DeviceInfo) -> Variant:
     return Variant(cluster_blocks=1, threads=MAX_THREADS // 2 if problem.s_kv <= BLOCK_ELEMS // 2 else MAX_THREADS)
 
 
-CANDIDATES = Variant(cluster_blocks=1, threads=MAX_THREADS // 4, candidates=1)
-"""The build whose rows are lists of candidates of `indexer/logits/sm90.cu`."""
-MAX_CANDIDATES = ITEMS * MAX_THREADS // 4
-"""Candidates of a row."""
-
-
-def _runs_on(variant: Variant, arch: str) -> bool:
-    if variant == CANDIDATES:
-        return arch in HOPPER
-    return variant.cluster_blocks == 1 or arch in _HAVE_CLUSTERS
-
-
 KERNEL: KernelSpec[TopkProblem] = KernelSpec(
     "indexer_topk_select",
     "exact top-k by radix select: a block per row, or a cluster of blocks for few long rows",
@@ -57,9 +45,8 @@ KERNEL: KernelSpec[TopkProblem] = KernelSpec(
     variants=(
         *variants(cluster_blocks=(1,), threads=(MAX_THREADS, MAX_THREADS // 2)),
         Variant(cluster_blocks=CLUSTER_BLOCKS, threads=MAX_THREADS),
-        CANDIDATES,
     ),
-    runs_on=_runs_on,
+    runs_on=lambda variant, arch: variant.cluster_blocks == 1 or arch in _HAVE_CLUSTERS,
     facts={"max_sorted": MAX_TOPK, "items": ITEMS},
     facts_of=lambda variant: {"cluster": variant.cluster_blocks},
 )
