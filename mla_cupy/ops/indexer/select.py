@@ -25,7 +25,7 @@ from mla_cupy.ops.indexer import topk as topk_operation
 from mla_cupy.ops.operation import Examined, Input, Output, Views, present
 from mla_cupy.shapes import MAX_INT32
 
-BUFFER_BYTES = 64 << 20
+BUFFER_BYTES = 256 << 20
 """Default size of the buffer of logits."""
 _MAX_BUFFER_BYTES = 1 << 40
 MAX_SIZE = MAX_INT32 // 8
