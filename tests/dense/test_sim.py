@@ -88,7 +88,16 @@ def test_what_one_query_sees_stays_with_it(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("factor", [40.0, 1000.0])
-@pytest.mark.parametrize("case", [DenseCase(((70, 600),)), DenseCase(((20, 300),), d_qk=256, d_v=256, dtype="float16")])
+@pytest.mark.parametrize(
+    "case",
+    [
+        DenseCase(((70, 600),)),
+        DenseCase(((20, 300),), d_qk=256, d_v=256, dtype="float16"),
+        DenseCase(((40, 600),), mask=0.3),
+        DenseCase(((40, 600),), mask=0.01),  # tiles without a key that the row sees
+    ],
+    ids=lambda case: case.id,
+)
 def test_a_tile_far_above_those_before(case: DenseCase, factor: float) -> None:
     """Tiles that do not look for maxima, with weights that are large, and infinite."""
     inputs = make(case)
