@@ -21,8 +21,8 @@ from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from mla_cupy import indexer_select_paged
 from mla_cupy.integrations.probe import absent
+from mla_cupy.ops.indexer.select_paged import indexer_select_paged
 from mla_cupy.torch import indexer_logits, indexer_logits_paged, indexer_topk
 
 OPERATOR = "mla_cupy_indexer"
