@@ -28,7 +28,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "torch": {"arrays", "ops", "parallel.zigzag"},
     "compat": {"arrays", "ops", "torch"},
     "transformers": {"cache", "cache_formats", "ops.groups", "parallel.zigzag", "torch", ""},
-    "integrations": {"ops.groups", "runtime.env", "terminal", "torch", "transformers"},
+    "integrations": {"ops.groups", "ops.indexer", "runtime.env", "terminal", "torch", "transformers"},
     "parallel": {"_version", "arrays", "kernels", "ops", "runtime.device"},
     "parts": set(),
     "simulation": {"arrays", "kernels", "ops", "parts", "runtime"},
