@@ -40,10 +40,9 @@ constexpr i32 kMaxTotal = 1 << 30;  // of units and item costs
 constexpr i32 kPriceScale = 1 << 14;
 constexpr i32 kShortSplit = 4;
 constexpr i32 kServedBlocks = 75;  // measured on an H200, 16 rows per block
-// PERF(H200, 2026-11-29, -4 % to -5 % of one sequence of 100,000 tokens, 128 heads): 61 and 63 pieces, by forced
-// numbers of splits, instead of 66. More pieces than a power of two are merged by twice as many groups of threads
-// (attention/merge_partials.cuh). With blocks of 64 rows these are more units than are resident at once, and a second
-// round of them costs more than two tiles.
+// PERF(H200, 2026-11-29, one sequence of 100,000 tokens: -5 % with 128 heads, -10 % with 64): more pieces than a power
+// of two are merged by twice as many groups of threads (attention/merge_partials.cuh). With blocks of 64 rows these are
+// more units than are resident at once, and a second round of them costs more than two tiles.
 constexpr i32 kSecondRound = 2;
 constexpr i32 kMergeCostOf64Rows = 8;
 enum Way : i32 { kWhole, kPieces, kLoose, kEven, kWays };
