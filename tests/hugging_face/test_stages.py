@@ -386,12 +386,28 @@ def process_group(tmp_path: Any) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def test_wrapped_models(process_group: None) -> None:
-    model, ids = _model(), models.tokens(1, 30)
-    _freeze(model)
-    plain = _gradients(model, indexer_warmup(model, input_ids=ids).loss)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    again = _gradients(model, indexer_warmup(wrapped, input_ids=ids).loss)
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["warm-up", "sparse"])
+def test_wrapped_models(way: str, sparse: bool, process_group: None) -> None:
+    model, ids = _model(sparse=sparse), models.tokens(1, 30)
+    if not sparse:
+        _freeze(model)
+
+    def gradients(model: Any, called: Any) -> dict[str, torch.Tensor]:
+        step = sparse_training(called, input_ids=ids, labels=ids) if sparse else indexer_warmup(called, input_ids=ids)
+        found = _gradients(model, step.loss)
+        return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items()}
+
+    plain = gradients(model, model)
+    if way == "ddp":
+        called = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        called, mesh = model, torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        for layer in model.model.layers:
+            torch.distributed.fsdp.fully_shard(layer.self_attn.indexer.weights_proj, mesh=mesh)  # float32
+            torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+    again = gradients(model, called)
+    assert plain.keys() == again.keys()
     assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
