@@ -53,7 +53,7 @@ def test_tensor_cores_are_as_exact_as_their_formats(case: SparseDecodeCase, kern
         check(case, lambda x: x, np.asarray, kernel, case.dtype if case.s_q > 1 else "float32")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", ON_HOPPER)
 @pytest.mark.parametrize("case", NOPE_CASES, ids=str)
 def test_tokens_without_rope_on_tensor_cores(case: SparseDecodeCase, kernel: str) -> None:

@@ -52,7 +52,7 @@ def run(case: SparseDecodeCase, mode: tuple[str, int], resident: int = 1, out_dt
     assert "mla_sparse_decode_sm100" in driver.launched
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize(
     "seed",
     [pytest.param(i, marks=[] if i < RANDOM_CASES else [pytest.mark.slow]) for i in range(SLOW_CASES)],

@@ -320,6 +320,7 @@ def test_hopper_kernel(case: RecordCase) -> None:
     check_all(got, inputs)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kernel", [HOPPER, GENERIC, None])
 def test_shorter_tokens_without_rope(kernel: str | None) -> None:
     """Tokens of 528 bytes give the bits of those of 656, of kernels that read them and where all are converted."""

@@ -130,6 +130,7 @@ def test_hard_rows_of_long_clusters(at: int, k: int) -> None:
         assert_selected(select(CLUSTER, logits, k=k, order=order), expected(logits, k=k, order=order))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("blocks", [BLOCK, CLUSTER])
 def test_an_end_for_each_sequence(blocks: int) -> None:
     """Two sequences of three rows: the last one sees all, each before it one key less; hostile ends."""
