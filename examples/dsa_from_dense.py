@@ -267,9 +267,12 @@ def load(run: Run, name: str, *, sparse: bool = False) -> Any:
     if not path.exists():
         sys.exit(f"{path}: missing; run --stage {name} first")
     weights = torch.load(path, map_location=DEVICE, weights_only=True)
-    if sparse or any(".indexer." in key for key in weights):
+    has_indexers = any(".indexer." in key for key in weights)
+    if has_indexers:
         indexed(run, model)
-    model.load_state_dict(weights, strict=not sparse)  # a dense model's weights leave the indexers random
+    model.load_state_dict(weights)
+    if sparse and not has_indexers:
+        indexed(run, model)  # random ones
     return patch(model, sparse=sparse, reference=True)
 
 

@@ -8,7 +8,7 @@
 // this result unchanged: codes equal the codes of a 16-bit result. Columns with a NaN or an infinity among them are
 // NaN, and so is their scale.
 //
-// Grid: x = warps, one per 256 columns: 16 lanes per scale, eight columns per lane.
+// Grid: x = blocks of 16 scales: 16 lanes per scale, eight columns per lane.
 #include "common/facts.cuh"
 #include "common/types.cuh"
 #include "ptx/control.cuh"
@@ -80,7 +80,7 @@ MLA_DEVICE uint2 encode(const float (&x)[kLaneColumns], float scale) {
     return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
 }
 
-// Results of a scale that is not there are zeros.
+// Lanes past the last scale read zeros, take part in the shuffles, and store nothing.
 extern "C" __global__ void __launch_bounds__(kThreads)
     mla_attention_quantize_output(const __grid_constant__ QuantizeOutputParams p) {
     const i64 at = ((i64)blockIdx.x * kThreads + threadIdx.x) / kLanes;

@@ -543,7 +543,7 @@ MLA_DEVICE void weigh(Math& math, float (&of_tile)[kFragmentRows], float scale_l
     for (i32 r = 0; r < kFragmentRows; ++r) of_tile[r] = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]);
 }
 
-// Moves the references to the tile's maxima before.
+// Moves the references towards the tile's maxima first, and counts the weights in the rows' sums.
 MLA_DEVICE attention::RowScale weigh_below_maxima(Math& math, float scale_log2) {
     float tile_maxima[kFragmentRows], maxima[kFragmentRows], of_tile[kFragmentRows];
     tile_max(tile_maxima, math.scores, scale_log2);
