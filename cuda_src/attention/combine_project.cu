@@ -37,6 +37,7 @@ struct SplitRows {
     static constexpr bool kWeightsAreOlder = true;
 
     MLA_DEVICE i32 queries() const { return p.s_q; }
+    MLA_DEVICE bool fixed_order() const { return p.has_pieces; }  // a batch-invariant schedule
     // Rows are in fp32.
     MLA_DEVICE bool are_results() const { return false; }
     MLA_DEVICE const u16* result(i32, i32) const { return nullptr; }
@@ -57,7 +58,7 @@ struct SplitRows {
         const i32 token = first_token + row, request = present ? token / p.s_q : kNoRequest;
         i32 split, pieces;
         if (!p.has_pieces) {
-            find_cuts(request, split, pieces);
+            find_cuts(count, request, split, pieces);
         } else if (present) {
             split = first_splits(p)[request];
             pieces = min(first_splits(p)[request + 1] - split, kMaxRowPieces);
@@ -66,8 +67,8 @@ struct SplitRows {
         __syncwarp();
     }
 
-    // The cuts within each lane's request: where its first piece is, and how many pieces it has.
-    MLA_DEVICE void find_cuts(i32 request, i32& split, i32& pieces) const {
+    // The cuts within each lane's request, of `rows` rows: where its first piece is, and how many pieces it has.
+    MLA_DEVICE void find_cuts(i32 rows, i32 request, i32& split, i32& pieces) const {
         constexpr i32 kLaneCuts = kMaxSplits / kWarpThreads;
         const i32 lane = threadIdx.x % kWarpThreads;
         i32 first = 0, cuts = 0;
@@ -76,6 +77,7 @@ struct SplitRows {
             const i32 within = cut.tile > 0 ? cut.request : kNoRequest - 1;
 #pragma unroll
             for (i32 i = 0; i < Projected::kRows; ++i) {
+                if (uniform_warp() + i * kProjectionWarps >= rows) break;
                 const u32 found = __ballot_sync(kFullWarp, within == __shfl_sync(kFullWarp, request, i));
                 const bool mine = lane == i;
                 first = mine && cuts == 0 && found != 0 ? index * kWarpThreads + __ffs(found) - 1 : first;

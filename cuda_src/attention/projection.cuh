@@ -15,8 +15,9 @@
 //
 // Latents are rounded to 16 bits before the product, as at the end of an attention call.
 //
-// The order of the sums depends on the number of a row's pieces only: first the even pieces, then the odd ones, then
-// both sums. With more than kFewPieces, each of eight ranges of pieces is summed this way.
+// A warp sums the even pieces of a row, then the odd ones, then both sums. A row with more than kFewPieces is cut into
+// eight ranges of pieces, one per warp, each summed this way; so are a few rows of several pieces, unless the order of
+// the sums must depend on the number of a row's pieces alone.
 //
 // Source: merging and projecting in one kernel is tokenspeed's idea. Here clusters share the columns, and any number of
 // pieces can be merged.
@@ -37,7 +38,7 @@ namespace mla::attention {
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kProjectionThreads = 256;
 constexpr i32 kProjectionWarps = kProjectionThreads / kWarpThreads;
-constexpr i32 kFewPieces = kWarpThreads;  // pieces of a row that one warp merges alone
+constexpr i32 kFewPieces = kWarpThreads;  // pieces of a row that one warp can merge alone
 constexpr i32 kMaxRowPieces = kProjectionThreads;
 constexpr i32 kPitch = kHeadDimV + 8;           // of rows in shared memory: ldmatrix then uses every bank
 constexpr i32 kTile = 16;                       // tokens of a product
@@ -281,12 +282,20 @@ MLA_DEVICE void share_latents(const ProjectionBlock<C>& block, i32 token, i32 ve
     }
 }
 
-// Called by a warp: rows `from`, `from` + 8, ... of the block, kRowsAtOnce of them, if they have few pieces.
+// True if all warps merge a row of these pieces, among `count` rows. A warp alone waits for memory once per load of
+// NextPieces; all warps together wait about twice per row.
+template <class C, class Source>
+MLA_DEVICE bool by_all_warps(const Source& source, i32 pieces, i32 count) {
+    const i32 waits = 1 + ceil_div(pieces - FirstPieces<C>::kHeld, NextPieces<C>::kHeld);
+    return pieces > kFewPieces || (!source.fixed_order() && waits > 2 * count);
+}
+
+// Called by a warp: rows `from`, `from` + 8, ... of the block, kRowsAtOnce of them, if a warp merges them.
 template <class C, class Source>
 MLA_DEVICE void merge_few(const ProjectionBlock<C>& block, const Source& source, i32 from, i32 count) {
     const i32 lane = threadIdx.x % kWarpThreads;
     if (warp_agrees(from >= count)) return;
-    // An absent row, or one with many pieces, has no pieces here.
+    // An absent row, or one that all warps merge, has no pieces here.
     const auto row_of = [&](i32 i) -> const RowPieces& {
         const i32 token = from + i * kProjectionWarps;
         return block.s.rows[token < count ? token : from];
@@ -297,7 +306,8 @@ MLA_DEVICE void merge_few(const ProjectionBlock<C>& block, const Source& source,
 #pragma unroll
     for (i32 i = 0; i < C::kRowsAtOnce; ++i) {
         const RowPieces& row = row_of(i);
-        counts[i] = from + i * kProjectionWarps < count && row.count <= kFewPieces ? row.count : 0;
+        const bool mine = from + i * kProjectionWarps < count && !by_all_warps<C>(source, row.count, count);
+        counts[i] = mine ? row.count : 0;
         lses[i] = lane < counts[i] ? piece_lse2(source, row, lane) : negative_infinity();
         pieces[i].load(block, source, row, 0, counts[i]);
     }
@@ -329,7 +339,7 @@ MLA_DEVICE void merge_few(const ProjectionBlock<C>& block, const Source& source,
     }
 }
 
-// Called by the block: a row with many pieces, one range of them per warp.
+// Called by the block: a row's pieces, one range of them per warp.
 template <class C, class Source>
 MLA_DEVICE void merge_many(const ProjectionBlock<C>& block, const Source& source, i32 token) {
     constexpr i32 kLaneLses = kMaxRowPieces / kWarpThreads;
@@ -393,7 +403,7 @@ MLA_DEVICE void merge_tokens(const ProjectionBlock<C>& block, const Source& sour
     __syncthreads();  // every warp has found its rows
 #pragma unroll 1
     for (i32 token = 0; token < count; ++token) {
-        if (warp_agrees(s.rows[token].count > kFewPieces)) merge_many(block, source, token);
+        if (warp_agrees(by_all_warps<C>(source, s.rows[token].count, count))) merge_many(block, source, token);
     }
     if constexpr (C::kShare > 1) {
         cluster_sync();  // every block has the latents of all

@@ -42,6 +42,7 @@ struct StateRows {
     static constexpr bool kWeightsAreOlder = false;
 
     MLA_DEVICE i32 queries() const { return p.s_q; }
+    MLA_DEVICE bool fixed_order() const { return true; }
     MLA_DEVICE bool are_results() const { return p.lses == nullptr && !p.outs_are_fp32; }
     MLA_DEVICE const u16* result(i32 head, i32 token) const {
         return static_cast<const u16*>(p.outs) + at(head, token);
