@@ -37,7 +37,6 @@ struct SplitRows {
     static constexpr bool kWeightsAreOlder = true;
 
     MLA_DEVICE i32 queries() const { return p.s_q; }
-    MLA_DEVICE bool fixed_order() const { return p.has_pieces; }  // a batch-invariant schedule
     // Rows are in fp32.
     MLA_DEVICE bool are_results() const { return false; }
     MLA_DEVICE const u16* result(i32, i32) const { return nullptr; }
@@ -63,7 +62,13 @@ struct SplitRows {
             split = first_splits(p)[request];
             pieces = min(first_splits(p)[request + 1] - split, kMaxRowPieces);
         }
-        if (present) block.s.rows[row] = row_pieces(request, token - request * p.s_q, block.head, split, pieces);
+        if (present) {
+            RowPieces& found = block.s.rows[row];
+            found = row_pieces(request, token - request * p.s_q, block.head, split, pieces);
+            // In a batch-invariant call the order of the sums must not depend on the number of rows.
+            found.for_all_warps =
+                pieces > kFewPieces || (!p.has_pieces && all_warps_are_faster<Projected>(pieces, count));
+        }
         __syncwarp();
     }
 
@@ -112,7 +117,7 @@ struct SplitRows {
         const i32 group = p.h_q / p.h_kv, kv_head = head / group, row = query * group + head % group;
         if (pieces < 2) {
             const u8* const final_row = bytes_of(p.out, out_offset(p, request, kv_head, row));
-            return RowPieces{final_row, final_row, nullptr, nullptr, nullptr, 1};
+            return RowPieces{final_row, final_row, nullptr, nullptr, nullptr, 1, false};
         }
         // The first piece ended its split, every other one began its split.
         const i64 first = workspace_row(p, p.continued_index + split, kv_head, row);
@@ -122,7 +127,8 @@ struct SplitRows {
                          p.partial_lse + first,
                          p.partial_lse + others,
                          p.lse + lse_offset(p, request, kv_head, row),
-                         pieces};
+                         pieces,
+                         false};
     }
     MLA_DEVICE static const u8* bytes_of(const void* from, i64 elems) {
         return reinterpret_cast<const u8*>(static_cast<const float*>(from) + elems);

@@ -51,8 +51,9 @@ struct DecodeParams {
     i32 cp_world = 1, cp_rank = 0;  // token j of the cache is token j * cp_world + cp_rank of the sequence
     float scale_log2;               // softmax scale * log2(e)
     LseConvention lse_convention;
-    float value_scale;  // factor of the values, of caches with one scale for all; `scale_log2` has it, too
-    i32 padding;        // fills the last 8 bytes: a gap would change the code of structs that derive from this
+    float value_scale;    // factor of the values, of caches with one scale for all; `scale_log2` has it, too
+    i32 new_tokens = -1;  // what the launch before writes of this one's inputs: q, and so many tokens at the end of
+                          // each sequence; -1: maybe anything
 };
 
 // The part of a request's sequence that lies in this cache.

@@ -89,6 +89,7 @@ struct alignas(16) RowPieces {
     const float *first_lse, *other_lse;  // null where there is one piece, and its result is final
     float* lse;                          // of all pieces; or null
     i32 count;
+    bool for_all_warps;  // merged by all warps; always with more than kFewPieces
 };
 
 template <class C>
@@ -282,12 +283,11 @@ MLA_DEVICE void share_latents(const ProjectionBlock<C>& block, i32 token, i32 ve
     }
 }
 
-// True if all warps merge a row of these pieces, among `count` rows. A warp alone waits for memory once per load of
-// NextPieces; all warps together wait about twice per row.
-template <class C, class Source>
-MLA_DEVICE bool by_all_warps(const Source& source, i32 pieces, i32 count) {
-    const i32 waits = 1 + ceil_div(pieces - FirstPieces<C>::kHeld, NextPieces<C>::kHeld);
-    return pieces > kFewPieces || (!source.fixed_order() && waits > 2 * count);
+// True if all warps merge a row of these pieces, one of `count` rows, faster than one warp does: this waits for memory
+// once per load of NextPieces, and all warps together about twice per row.
+template <class C>
+MLA_DEVICE bool all_warps_are_faster(i32 pieces, i32 count) {
+    return 1 + ceil_div(pieces - FirstPieces<C>::kHeld, NextPieces<C>::kHeld) > 2 * count;
 }
 
 // Called by a warp: rows `from`, `from` + 8, ... of the block, kRowsAtOnce of them, if a warp merges them.
@@ -300,14 +300,19 @@ MLA_DEVICE void merge_few(const ProjectionBlock<C>& block, const Source& source,
         const i32 token = from + i * kProjectionWarps;
         return block.s.rows[token < count ? token : from];
     };
-    i32 counts[C::kRowsAtOnce];
+    i32 counts[C::kRowsAtOnce], most = 0;
+#pragma unroll
+    for (i32 i = 0; i < C::kRowsAtOnce; ++i) {
+        const RowPieces& row = row_of(i);
+        counts[i] = from + i * kProjectionWarps < count && !row.for_all_warps ? row.count : 0;
+        most = max(most, counts[i]);
+    }
+    if (warp_agrees(most == 0)) return;
     float lses[C::kRowsAtOnce];
     FirstPieces<C> pieces[C::kRowsAtOnce];
 #pragma unroll
     for (i32 i = 0; i < C::kRowsAtOnce; ++i) {
         const RowPieces& row = row_of(i);
-        const bool mine = from + i * kProjectionWarps < count && !by_all_warps<C>(source, row.count, count);
-        counts[i] = mine ? row.count : 0;
         lses[i] = lane < counts[i] ? piece_lse2(source, row, lane) : negative_infinity();
         pieces[i].load(block, source, row, 0, counts[i]);
     }
@@ -403,7 +408,7 @@ MLA_DEVICE void merge_tokens(const ProjectionBlock<C>& block, const Source& sour
     __syncthreads();  // every warp has found its rows
 #pragma unroll 1
     for (i32 token = 0; token < count; ++token) {
-        if (warp_agrees(by_all_warps<C>(source, s.rows[token].count, count))) merge_many(block, source, token);
+        if (warp_agrees(s.rows[token].for_all_warps)) merge_many(block, source, token);
     }
     if constexpr (C::kShare > 1) {
         cluster_sync();  // every block has the latents of all

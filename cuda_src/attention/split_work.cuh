@@ -114,6 +114,7 @@ template <i32 kRows_, class Work_ = ScheduledWork>
 struct RowBlock {
     using Work = Work_;
     static constexpr i32 kRows = kRows_;
+    static constexpr bool kStartsEarly = false;  // true: roles wait for the launch before, each as late as it can
     const DecodeParams& p;
     i32 split, kv_head;
     i32 row0, rows;  // first row of the KV head in this block; rows of the KV head

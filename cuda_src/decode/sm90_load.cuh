@@ -2,6 +2,7 @@
 #pragma once
 #include "attention/sm90/tile.cuh"
 #include "attention/split_work.cuh"
+#include "ptx/control.cuh"
 #include "ptx/copy.cuh"
 
 namespace mla::decode {
@@ -91,6 +92,7 @@ MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& s
                 prefetch_global_l2(rows.latent() + sw_tile * kSw128Columns);
             }
         }
+        if constexpr (Block::kStartsEarly) griddepcontrol_wait();
         mbarrier_wait(stages.empty[stage], ring.empty_parity(stage));
         const u32 offset = stage * Tile::kSwTilesQk * kRows * kSw128RowBytes;
         rows.template load<Tile>(block, item, smem_addr(stages.q) + offset, first_row, lane);

@@ -72,6 +72,7 @@ MLA_DEVICE void run_math_role(Block<Small>& block, i32 thread) {
         if constexpr (Work::kForms) {
             turn_back<Small::kBlockRows>(p, GroupedWork::of(item), block.row0, math.out[Small::kSwTilesV - 1], thread);
         }
+        griddepcontrol_wait();  // results may be written
         i32 at_end = thread, row0 = block.row0;
         if constexpr (Small::kBlockRows > 32) {  // values derived from them would not fit next to the loops'
             opaque(at_end);
@@ -99,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncthreads();
     prefetch_inputs<Work, ItemRows<Work>::kLatentLines<Small>>(p);
-    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+    wait_for_inputs<Small>(p);
 
     const i32 warp = uniform_warp();
     if (warp < kLoadWarp) {
@@ -110,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const QueryStages<kStagesQ> stages{s.q[0][0], s.q_full, s.q_empty};
         run_query_role<Small>(block, stages, threadIdx.x - kQueryWarp * kWarpThreads);
     }
+    griddepcontrol_wait();  // also blocks without work: this launch ends after the one before
     griddepcontrol_launch_dependents();
 }
 }  // namespace mla::decode::sm90

@@ -87,11 +87,20 @@ enum NamedBarrier : i32 { MathOnly = 1 };
 template <class C>
 struct Block : RowBlock<C::kBlockRows, typename MaskedWork<C::kTree, typename C::Work>::Type> {
     using Rows = RowBlock<C::kBlockRows, typename MaskedWork<C::kTree, typename C::Work>::Type>;
+    static constexpr bool kStartsEarly = !C::Work::kForms;
     Storage<C>& s;
 
     MLA_DEVICE Block(const DecodeParams& p, Storage<C>& s) : Rows(p), s(s) {}
     MLA_DEVICE Block(const DecodeParams& p, i32 index, Storage<C>& s) : Rows(p, index), s(s) {}
 };
+
+// Called before the first read of anything that an earlier kernel may have written. If the launch before writes only
+// queries and the last tokens, the schedule, the lengths, the block table and the tiles of other tokens are read while
+// it runs.
+template <class C>
+MLA_DEVICE void wait_for_inputs(const DecodeParams& p) {
+    if (!Block<C>::kStartsEarly || p.new_tokens < 0) griddepcontrol_wait();
+}
 
 // Called by one thread, before the block's first barrier.
 template <class C>
@@ -116,8 +125,10 @@ struct GroupLoader {
     i32 stage;
     Ring<C::kStages> ring;
 
-    MLA_DEVICE void operator()(const TileBoxes& boxes, const WorkItem&, i32) {
+    MLA_DEVICE void operator()(const TileBoxes& boxes, const WorkItem& item, i32 tile) {
         Storage<C>& s = block.s;
+        if (Block<C>::kStartsEarly && (tile + 1) * kTileTokens > item.tokens - block.p.new_tokens)
+            griddepcontrol_wait();
         const u64 present = boxes.present_tokens();
         mbarrier_wait(s.kv_empty[stage], ring.empty_parity(stage));
         if (boxes.lane == 0) {

@@ -436,10 +436,10 @@ MLA_DEVICE void run_cluster_block(const DecodeParams& p, const TensorMap& kv_map
     }
     __syncthreads();
     prefetch_inputs<typename C::Work, ItemRows<typename C::Work>::template kLatentLines<C>>(p);
-    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+    wait_for_inputs<C>(p);
 
     const i32 warp = uniform_warp(), rank = cluster_rank();
-    if (!find_work(block, rank)) return;  // the same in all blocks of the cluster
+    if (!find_work(block, rank)) return griddepcontrol_wait();  // the same in all blocks of the cluster
     if (warp < kLoadWarp) {
         run_math_role(block, threadIdx.x);
     } else if (warp == kLoadWarp) {
@@ -449,7 +449,8 @@ MLA_DEVICE void run_cluster_block(const DecodeParams& p, const TensorMap& kv_map
         run_query_role<C>(block, stages, threadIdx.x - kQueryWarp * kWarpThreads);
     }
     __syncwarp();
-    cluster_sync();  // every block's results are in its shared memory
+    griddepcontrol_wait();  // results may be written
+    cluster_sync();         // every block's results are in its shared memory
     if (warp < kLoadWarp) {
         finish_slice(block, rank, threadIdx.x);
     } else {

@@ -42,7 +42,6 @@ struct StateRows {
     static constexpr bool kWeightsAreOlder = false;
 
     MLA_DEVICE i32 queries() const { return p.s_q; }
-    MLA_DEVICE bool fixed_order() const { return true; }
     MLA_DEVICE bool are_results() const { return p.lses == nullptr && !p.outs_are_fp32; }
     MLA_DEVICE const u16* result(i32 head, i32 token) const {
         return static_cast<const u16*>(p.outs) + at(head, token);
@@ -74,7 +73,7 @@ struct StateRows {
             const i64 of_lse = b * p.lse_stride_b_elems + head * p.lse_stride_h_elems + query * p.lse_stride_s_elems;
             const float* const lses = p.lses == nullptr ? nullptr : p.lses + of_lses;
             float* const lse = p.lses == nullptr ? nullptr : p.lse + of_lse;
-            block.s.rows[row] = RowPieces{first, first, lses, lses, lse, p.states};
+            block.s.rows[row] = RowPieces{first, first, lses, lses, lse, p.states, p.states > kFewPieces};
         }
         __syncwarp();
     }

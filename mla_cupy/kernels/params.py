@@ -61,6 +61,7 @@ class DecodeParams(Params):
     scale_log2: F32
     lse_convention: LseConvention
     value_scale: F32
+    new_tokens: I32 = -1
 
 
 class Fp8ScaleAddresses(Params):
