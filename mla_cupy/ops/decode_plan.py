@@ -354,6 +354,7 @@ def plan_decode(
     shard: Shard | None = None,
     batch_invariant: bool = False,
     split_tokens: int = 4096,
+    after_prepare: bool = False,
     device: int | str | None = None,
     workspace: Any = None,
     kernel: str | None = None,
@@ -394,6 +395,11 @@ def plan_decode(
         architecture.
     split_tokens : int
         A multiple of 64, and at least 1/256 of max_pages * page_size. Has no effect without `batch_invariant`.
+    after_prepare : bool
+        A promise about every call with the plan: the call before it on the stream is `mla_prepare`, `absorb` or
+        `cache_append` without `independent`, and writes no tokens but the last s_q of each sequence. Attention then
+        reads the lengths, the block table and older tokens while that call runs, if it has few query rows. "Around
+        attention" in the documentation has the rules.
     device : int or "cpu", optional
         CUDA ordinal. Default: CuPy's current device; without a GPU, the NumPy backend. "cpu": for arrays in host
         memory, which are computed on a GPU if there is one.
@@ -425,6 +431,7 @@ def plan_decode(
     >>> import mla_cupy
     >>> plan = mla_cupy.plan_decode(max_b=8, s_q=1, h_q=128, max_pages=64, page_size=64, dtype="bfloat16")
     """
+    early = check_flag("after_prepare", after_prepare)
     try:
         problem, limits, pieces = examine_plan(
             max_b=max_b,
@@ -466,6 +473,7 @@ def plan_decode(
             expected = "a kernel with a schedule: clusters divide the batch by all lengths"
             raise ArgumentError(explain("kernel", repr(kernel), expected, "leave kernel or batch_invariant out"))
         config = DECODE.in_pieces(config, pieces, info)
+    config = replace(config, after_prepare=early)
     load(DECODE.builds(config), info, arrays.cupy_family().current_stream(ordinal))
     nbytes = DECODE.workspace(config).nbytes
     if workspace is None:

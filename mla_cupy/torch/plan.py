@@ -90,6 +90,7 @@ def plan_decode(
     shard: Shard | None = None,
     batch_invariant: bool = False,
     split_tokens: int = 4096,
+    after_prepare: bool = False,
     device: torch.device | str | None = None,
     kernel: str | None = None,
 ) -> TorchDecodePlan:
@@ -99,7 +100,7 @@ def plan_decode(
     ----------
     max_b, s_q, h_q, d_qk, kv_format, max_pages, page_size, dtype, q_rope, packed, window, tree_mask, attn_sink
         As there.
-    out_rope, d_head, fp8_out, fp8, shard, batch_invariant, split_tokens, kernel
+    out_rope, d_head, fp8_out, fp8, shard, batch_invariant, split_tokens, after_prepare, kernel
         As there.
     device : torch.device or str, optional
         PyTorch's. Default: the current GPU, if there is one, else the CPU.

@@ -77,6 +77,7 @@ def params_of(config: DecodeConfig, call: Call, splits: int) -> DecodeParams:
         scale_log2=options.scale * options.kv_scale * options.q_scale * LOG2_E,
         lse_convention=LseOptions.of(options).convention,
         value_scale=options.kv_scale,
+        new_tokens=config.s_q if config.after_prepare else -1,
     )
 
 

@@ -6,7 +6,7 @@ merge of that division alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from mla_cupy.kernels.attention import combine, heuristics, schedule
@@ -28,12 +28,17 @@ Builds = list[tuple[KernelSpec[Any], Variant]]
 
 @dataclass(frozen=True)
 class _Config:
-    """Fields and defaults that all configurations share; `*_part` names a part of the workspace, or is NULL."""
+    """Fields and defaults that all configurations share; `*_part` names a part of the workspace, or is NULL.
+
+    `after_prepare` says that the launch before attention writes only queries and the last `s_q` tokens of each sequence
+    among what attention reads.
+    """
 
     problem: DecodeProblem
     kernel: AttentionKernel[DecodeProblem]
     variant: Variant
     row_blocks: int
+    after_prepare: bool = field(default=False, kw_only=True)
 
     schedule_part: ClassVar[str] = "schedule"
     tickets_part: ClassVar[str] = NULL
