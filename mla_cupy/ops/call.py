@@ -518,7 +518,7 @@ def _on_gpu_and_back(call: Invocation, request: Request) -> tuple[Any, ...]:
     there = backend.sent(call.inputs, plan.device if plan else None, call.stream)
     arrays = tuple(there.get(name) for name in operation.names)
     kinds = _dtypes(operation, request)
-    chosen = {o.dtype_option: kinds[o.name] for o in operation.outputs if o.dtype_option}
+    chosen: dict[str, Any] = {o.dtype_option: kinds[o.name] for o in operation.outputs if o.dtype_option}
     if "independent" in operation.options._fields:
         chosen["independent"] = False  # the copies to the GPU come right before
     options = tuple({**operation.options(*call.options)._asdict(), **chosen}.values())

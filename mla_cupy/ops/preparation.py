@@ -87,9 +87,9 @@ def mla_prepare(
     kv_format, scales, kv_scale
         As for `cache_append`.
     independent : bool
-        Promise that this call and the call before it on the stream share no memory that either writes. This call then
-        runs beside it; calls after this one find the results of both. Pass all results as arrays that exist before
-        the previous call. "Around attention" in the documentation has the rules.
+        A promise: this call and the call before it on the stream share no memory that either writes. They then run side
+        by side, and later calls find the results of both. Requires memory for all results, allocated before the
+        previous call. "Around attention" in the documentation has the rules.
     out : array, (n, h, d) or (n, h, d + 64), or (n, h, 576) with w_uk, dtype of q; or uint8 or float8_e4m3fn, optional
         Memory for the queries. It may be `q` itself; then only the RoPE part is written. The last axis is contiguous.
     q_scales : array, (n, h), float32, optional

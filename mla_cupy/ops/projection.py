@@ -51,9 +51,9 @@ def absorb(
     q_rope : array, (t, h_q, 64), dtype of q_nope, optional
         The RoPE part of the queries; it becomes the last columns of the result. Strides as for q_nope.
     independent : bool
-        Promise that this call and the call before it on the stream share no memory that either writes. This call then
-        runs beside it; calls after this one find the results of both. Pass `out`, an array that exists before the previous
-        call. "Around attention" in the documentation has the rules.
+        A promise: this call and the call before it on the stream share no memory that either writes. They then run side
+        by side, and later calls find the results of both. Requires `out`, allocated before the previous call.
+        "Around attention" in the documentation has the rules.
     out : array, (t, h_q, 512), or (t, h_q, 576) with a `q_rope`, dtype of q_nope, optional
         Memory for the result, strides as for q_nope. It may be the first 512 columns of queries whose RoPE columns were
         turned in place.
