@@ -139,8 +139,14 @@ def prepared_layer(
         outputs=lambda index: LayerOutputs(buffers[index].out),
         recorder=device.recorder(),
         includes=f"{count} launches: {said}" if count else said,
-        figures={name: [one[name] for one in steps] for name in steps[0]},
+        figures={name: [_alone(one[name]) for one in steps] for name in steps[0]},
     )
+
+
+def _alone(call: Any) -> Call:
+    """A step for its own figure, where the call before it is the same step."""
+    options = getattr(call, "keywords", {})
+    return partial(call, independent=False) if "independent" in options else call
 
 
 def _in_turn(calls: Sequence[Call]) -> None:
@@ -192,12 +198,7 @@ class FewLaunches(Own):
             steps["prepare"] = partial(mla_cupy.mla_prepare, source, *token, **turns, out=target)
             return {**steps, "attention": attention(case, dtype, inputs, buffers, device)}
         w_uk, w_uv = inputs.kv_b_proj[:, : model.d_nope], inputs.kv_b_proj[:, model.d_nope :]
-        if model.has_rope:
-            options: dict[str, Any] = {**turns, "w_uk": w_uk, "out": buffers.queries}
-            steps["prepare and absorb"] = partial(mla_cupy.mla_prepare, inputs.q, *token, **options)
-        else:
-            steps["append"] = partial(mla_cupy.cache_append, inputs.latent, None, inputs.cache, inputs.slots)
-            steps["absorb"] = partial(mla_cupy.absorb, inputs.q, w_uk, out=buffers.queries)
+        options: dict[str, Any]
         if inputs.index is not None:
             index = inputs.index
             arrays = (index.q, index.weights, index.k, *turns.values(), index.cache, inputs.slots)
@@ -205,6 +206,12 @@ class FewLaunches(Own):
             options |= {"codes": buffers.codes, "folded": buffers.folded}
             steps["index q and k"] = partial(mla_cupy.indexer_prepare, *arrays, **options)
             steps["select"] = selection(case, inputs, index, buffers, device)
+        if model.has_rope:
+            options = {**turns, "w_uk": w_uk, "out": buffers.queries, "independent": inputs.index is not None}
+            steps["prepare and absorb"] = partial(mla_cupy.mla_prepare, inputs.q, *token, **options)
+        else:
+            steps["append"] = partial(mla_cupy.cache_append, inputs.latent, None, inputs.cache, inputs.slots)
+            steps["absorb"] = partial(mla_cupy.absorb, inputs.q, w_uk, out=buffers.queries, independent=True)
         projection = {"w_uv": w_uv, **({"gate": inputs.gate} if model.has_gate else {})}
         return {**steps, "attention and W_UV": attention(case, dtype, inputs, buffers, device, **projection)}
 

@@ -133,7 +133,7 @@ def mla_prepare(
             "return_rope": False,
             **(appended.fixed if appended else {"kv_format": None, "scales": None}),
         },
-        free={"kv_scale": "real"},
+        free={"kv_scale": "real", "independent": "integer"},
         notes={"record": kv_format or ""},
     )
 
@@ -149,7 +149,8 @@ def absorb(*, h_q: int, d_head: int | None = None, dtype: str | None = None) -> 
     """Queries times W_UK."""
     dtype = choice("--dtype", dtype or HALF[0], HALF) or ""
     sizes = {"h_q": h_q, "d_nope": check_d_head(d_head or D_HEAD), "d_v": D_V, "d_rope": D_ROPE, "d_qk": D_V}
-    return Subject(ABSORB, sizes, {"q_nope": dtype, "w_uk": dtype, "out": dtype})
+    free: dict[str, Literal["integer"]] = {"independent": "integer"}
+    return Subject(ABSORB, sizes, {"q_nope": dtype, "w_uk": dtype, "out": dtype}, free=free)
 
 
 def with_rope(subject: Subject) -> Subject:

@@ -399,6 +399,7 @@ class CachePrepareParams(Params):
     pieces: I32 = 0
     token_blocks: I32 = 0
     own_scale: I32 = 0
+    independent: I32 = 0
     kv_scale: F32 = 1.0
     q_scale: F32 = 1.0
 

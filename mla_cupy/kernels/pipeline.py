@@ -301,7 +301,7 @@ def bind(
     """A launch of a kernel, which is built and loaded first; `stream` is only asked whether it is being captured.
 
     Threads, blocks per cluster and shared memory are the kernel's own facts. Every kernel waits for its predecessor
-    before it reads, so all of them can be programmatic dependents.
+    before it reads what that may write, so all of them can be programmatic dependents.
     """
     wanted = driver.current().wanted(request)
     kernel = loader.loaded(wanted, device, stream)

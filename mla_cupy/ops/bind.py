@@ -26,7 +26,7 @@ from mla_cupy.ops.operation import Operation
 from mla_cupy.ops.schema import contiguous_view
 from mla_cupy.runtime import device as devices
 
-_NOT_OPTIONS = ("workspace", "plan", "stream")
+_NOT_OPTIONS = ("workspace", "plan", "stream", "independent")
 """Arguments of the public functions that are no options: a compiled program has other means for them."""
 
 Shaped = tuple[tuple[int, ...], str]

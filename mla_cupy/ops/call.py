@@ -328,6 +328,9 @@ def examine(operation: Operation, given: Mapping[str, View | None], given_option
     operation.check_kernel(kernel)
     sizes |= examined.sizes
     outputs, missing = schema.check_outputs(operation, given, sizes, options)
+    if missing and getattr(examined.options, "independent", False):  # new memory may be what the previous call reads
+        remedy = "allocate it before the previous call"
+        raise ArgumentError(explain(next(iter(missing)), None, "an array with independent", remedy))
     first = inputs[operation.inputs[0].name]
     assert first is not None
     return Request(
@@ -515,7 +518,9 @@ def _on_gpu_and_back(call: Invocation, request: Request) -> tuple[Any, ...]:
     there = backend.sent(call.inputs, plan.device if plan else None, call.stream)
     arrays = tuple(there.get(name) for name in operation.names)
     kinds = _dtypes(operation, request)
-    chosen = {o.dtype_option: kinds[o.name] for o in operation.outputs if o.dtype_option}
+    chosen: dict[str, Any] = {o.dtype_option: kinds[o.name] for o in operation.outputs if o.dtype_option}
+    if "independent" in operation.options._fields:
+        chosen["independent"] = False  # the copies to the GPU come right before
     options = tuple({**operation.options(*call.options)._asdict(), **chosen}.values())
     sent = Invocation(operation, arrays, options, None, call.stream, plan)
     made = run(sent, families.cupy_family())

@@ -66,6 +66,7 @@ def _option(name: str, subject: Subject, rng: random.Random, drawn: Values) -> A
         "q_scale": lambda: math.exp(rng.uniform(-5, 5)),
         "eps": lambda: rng.choice((0.0, 1e-6, 1.0)),
         "clean": lambda: rng.randrange(2),
+        "independent": lambda: rng.randrange(2),
         "empty_lse": lambda: rng.choice((-math.inf, math.inf, 0.0, -1e30, 3.25)),
     }
     return choices[name]()

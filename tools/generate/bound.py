@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+#: Options that functions of the bindings lack: compilers order calls, and reuse memory, by themselves.
+LEFT_OUT = ("independent",)
 #: Losses with a form that is differentiable: its name, and the inputs of the loss that it has not.
 OBJECTIVES = {
     "indexer_sparse_loss": ("indexer_sparse_objective", ()),
@@ -63,7 +65,7 @@ class Bound:
 
     @property
     def options(self) -> list[str]:
-        return list(self.operation.options._fields)
+        return [name for name in self.operation.options._fields if name not in LEFT_OUT]
 
     @property
     def arguments(self) -> list[str]:
@@ -115,7 +117,7 @@ def signature_of(one: Bound, left_out: Sequence[str], array: str, more: Sequence
     optional = {array.name for array in one.operation.inputs if array.optional} | {*one.outputs, "workspace"}
     found: list[str] = []
     for name, parameter in one.signature.items():
-        if name in left_out:
+        if name in left_out or name in LEFT_OUT:
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in found:
             found.append("*")

@@ -31,7 +31,9 @@ class MergeProjectOptions(NamedTuple):
 
 
 class AbsorbOptions(NamedTuple):
-    """`absorb` has arrays alone."""
+    """Arguments of `absorb` other than its arrays."""
+
+    independent: bool = False
 
 
 @dataclass(frozen=True)
