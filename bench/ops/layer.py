@@ -87,7 +87,14 @@ def selection(case: LayerCase, inputs: LayerInputs, index: IndexInputs, buffers:
 
 
 def attention(
-    case: LayerCase, dtype: str, inputs: LayerInputs, buffers: Buffers, device: Device, **projection: Any
+    case: LayerCase,
+    dtype: str,
+    inputs: LayerInputs,
+    buffers: Buffers,
+    device: Device,
+    *,
+    after_prepare: bool = False,
+    **projection: Any,
 ) -> Call:
     """Decode over the cache, or over what was selected; with `projection` to heads, else to latents."""
     model, q = case.model, buffers.queries[:, None]
@@ -95,6 +102,7 @@ def attention(
     if not model.record:
         d_head: dict[str, Any] = {"d_head": model.d_head} if projection else {}
         sizes: dict[str, Any] = {"max_b": case.b, "s_q": 1, "h_q": case.h_q, "d_qk": model.d_qk, "dtype": dtype}
+        sizes["after_prepare"] = after_prepare
         plan = mla_cupy.plan_decode(**sizes, **d_head, max_pages=case.pages, page_size=PAGE_SIZE)
         plan.update(inputs.seqlens)  # one for all layers of a step: not part of a layer
         arrays = (q, inputs.cache, inputs.block_table, inputs.seqlens)
@@ -212,8 +220,9 @@ class FewLaunches(Own):
         else:
             steps["append"] = partial(mla_cupy.cache_append, inputs.latent, None, inputs.cache, inputs.slots)
             steps["absorb"] = partial(mla_cupy.absorb, inputs.q, w_uk, out=buffers.queries, independent=True)
+        after = {"after_prepare": model.has_rope}  # else the call before is independent
         projection = {"w_uv": w_uv, **({"gate": inputs.gate} if model.has_gate else {})}
-        return {**steps, "attention and W_UV": attention(case, dtype, inputs, buffers, device, **projection)}
+        return {**steps, "attention and W_UV": attention(case, dtype, inputs, buffers, device, **after, **projection)}
 
 
 # ---- Check -----------------------------------------------------------------------------------------------------------

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 
 import mla_cupy
 import ptxsim
-from mla_cupy.runtime import loader
-from mla_cupy.runtime.build import Build
-from mla_cupy.runtime.launching import LoadedKernel
-from mla_cupy.simulation import SimDriver
 from tests.cache import absorbed_runs, prepare_runs
 from tests.cache.absorbed_runs import AbsorbedCase
 from tests.cache.inputs import Array
 from tests.cache.prepare_runs import PrepareCase
-from tests.support.sim_driver import simulated
+from tests.support.sim_driver import instead_of_waiting, simulated
 
 MARK = 7
 PREPARE = PrepareCase(n=11, h=2, d=64, record="v32", hostile=False, return_rope=True)
@@ -52,22 +44,6 @@ def run(name: str, independent: bool) -> dict[str, Array]:
     with simulated(2):
         function(**arrays, **options, **written, independent=independent)
     return written | {key: x for key, x in arrays.items() if key == "cache"}
-
-
-@contextmanager
-def instead_of_waiting(instruction: str) -> Iterator[None]:
-    """Within a with statement, kernels execute another instruction wherever they wait for their predecessor."""
-    load = SimDriver.load
-
-    def load_other(driver: SimDriver, build: Build, device: int) -> LoadedKernel:
-        assert b"griddepcontrol.wait;" in build.ptx
-        ptx = build.ptx.replace(b"griddepcontrol.wait;", instruction.encode())
-        return load(driver, replace(build, ptx=ptx), device)
-
-    loader.forget()
-    with mock.patch.object(SimDriver, "load", load_other):
-        yield
-    loader.forget()
 
 
 def same(a: dict[str, Array], b: dict[str, Array]) -> bool:

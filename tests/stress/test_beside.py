@@ -1,7 +1,8 @@
-"""Calls that run beside the one before them, `independent=True`: replays with other contents next to a busy stream.
+"""Calls that start before the previous one has ended, by a promise: replays with other contents next to a busy stream.
 
-The chain's first call writes what the independent one reads early; attention reads what both calls before it write. The
-results of the plain order are the same, bit for bit.
+`independent=True`: the chain's first call writes what the independent one reads early; attention reads what both calls
+before it write. `after_prepare=True`: attention reads queries and a token that the call before writes, and the rest
+early. The results without the promise are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -136,6 +137,28 @@ def after_append(layer: Layer) -> Callable[[bool], None]:
     return call
 
 
+def early(layer: Layer) -> Callable[[bool], None]:
+    """`mla_prepare`, then attention that reads older tokens early."""
+    given, fixed, results = layer.given, layer.fixed, layer.results
+    b, h = given["raw"].shape[:2]
+    sizes = {"max_b": b, "s_q": 1, "h_q": h, "max_pages": PAGES, "page_size": PAGE_SIZE, "d_head": 128}
+    plans = [mla_cupy.plan_decode(**sizes, dtype="float16", after_prepare=flag) for flag in (False, True)]
+    for plan in plans:
+        plan.update(fixed["seqlens"])
+    token = (given["latent"], given["rope"], results["cache"], fixed["slots"])
+    attend = (results["absorbed"][:, None], results["cache"], fixed["table"], fixed["seqlens"])
+    options = {"scale": 192**-0.5, "project": mla_cupy.Project(fixed["w_uv"]), "out": results["out"]}
+    options["lse"] = _lse(layer, sparse=False)
+
+    def call(promised: bool) -> None:
+        mla_cupy.mla_prepare(given["raw"], **TURNS, positions=given["positions"], out=fixed["q"])
+        own: dict[str, Any] = {"w_uk": fixed["w_uk"], "out": results["absorbed"], "positions": given["positions"]}
+        mla_cupy.mla_prepare(fixed["q"], *token, **TURNS, **own)
+        mla_cupy.mla_decode(*attend, **options, plan=plans[promised])
+
+    return call
+
+
 def _lse(layer: Layer, sparse: bool) -> Any:
     import cupy
 
@@ -151,7 +174,7 @@ def graph_of(stream: Any, call: Callable[[], None]) -> Any:
     return stream.end_capture()
 
 
-@pytest.mark.parametrize("chain", ["select", "append"])
+@pytest.mark.parametrize("chain", ["select", "append", "prepare"])
 @pytest.mark.parametrize(("b", "h"), [(1, 16), (1, 128), (12, 16)])
 def test_equals_the_plain_order(gpu: DeviceInfo, chain: str, b: int, h: int) -> None:
     import cupy
@@ -159,7 +182,7 @@ def test_equals_the_plain_order(gpu: DeviceInfo, chain: str, b: int, h: int) -> 
     with cupy.cuda.Stream(non_blocking=True) as stream:
         layer = make(b, h, "v32" if chain == "select" else "rows")
         sets = [contents(b, h, seed) for seed in range(SETS)]
-        call = after_select(layer) if chain == "select" else after_append(layer)
+        call = {"select": after_select, "append": after_append, "prepare": early}[chain](layer)
         plain, beside = (graph_of(stream, lambda flag=flag: call(flag)) for flag in (False, True))  # type: ignore[misc]
 
         def replay(graph: Any, number: int) -> None:
@@ -171,7 +194,7 @@ def test_equals_the_plain_order(gpu: DeviceInfo, chain: str, b: int, h: int) -> 
         for number in range(SETS):
             replay(plain, number)
             wanted.append({name: result.copy() for name, result in layer.results.items()})
-        names = ("out", "absorbed") if chain == "append" else ("out", "absorbed", "indices")
+        names = ("out", "absorbed", "indices") if chain == "select" else ("out", "absorbed")
         assert all((wanted[0][name] != wanted[1][name]).any() for name in names)
         assert cupy.isfinite(wanted[0]["out"]).all()
         wrong = cupy.zeros((), cupy.int64)
