@@ -149,11 +149,11 @@ def early(layer: Layer) -> Callable[[bool], None]:
     attend = (results["absorbed"][:, None], results["cache"], fixed["table"], fixed["seqlens"])
     options = {"scale": 192**-0.5, "project": mla_cupy.Project(fixed["w_uv"]), "out": results["out"]}
     options["lse"] = _lse(layer, sparse=False)
+    turns = {**TURNS, "positions": given["positions"]}
 
     def call(promised: bool) -> None:
-        mla_cupy.mla_prepare(given["raw"], **TURNS, positions=given["positions"], out=fixed["q"])
-        own: dict[str, Any] = {"w_uk": fixed["w_uk"], "out": results["absorbed"], "positions": given["positions"]}
-        mla_cupy.mla_prepare(fixed["q"], *token, **TURNS, **own)
+        mla_cupy.mla_prepare(given["raw"], **turns, out=fixed["q"])
+        mla_cupy.mla_prepare(fixed["q"], *token, **turns, w_uk=fixed["w_uk"], out=results["absorbed"])
         mla_cupy.mla_decode(*attend, **options, plan=plans[promised])
 
     return call
