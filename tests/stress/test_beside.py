@@ -108,8 +108,8 @@ def after_select(layer: Layer) -> Callable[[bool], None]:
     def call(independent: bool) -> None:
         mla_cupy.mla_prepare(given["raw"], **turns, out=fixed["q"])
         mla_cupy.indexer_select_paged(*select, **chosen)
-        own = {"out": results["absorbed"], "independent": independent}
-        mla_cupy.mla_prepare(fixed["q"], *token, **turns, w_uk=fixed["w_uk"], **own)
+        absorbed = results["absorbed"]
+        mla_cupy.mla_prepare(fixed["q"], *token, **turns, w_uk=fixed["w_uk"], out=absorbed, independent=independent)
         mla_cupy.sparse_mla_decode(*attend, **options)
 
     return call
