@@ -39,8 +39,8 @@ struct CachePrepareParams {
     i32 token_blocks = 0;  // of the grid
     i32 own_scale = 0;     // of each row; else `q_scale`
     i32 independent = 0;   // 1: of the call before, see start_launch
-    i32 padding = 0;
     float kv_scale = 1.f, q_scale = 1.f;
+    i32 padding = 0;
 };
 
 // ---- Order of launches ------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], type[Exception]]] = {
     "causal": (NO_FLAGS, ArgumentError),
     "clean": (NO_FLAGS, ArgumentError),
     "deterministic": (NO_FLAGS, ArgumentError),
+    "independent": (NO_FLAGS, ArgumentError),
     "scale": ((*NO_NUMBERS, None), ArgumentError),
     "empty_lse": ((*NO_NUMBERS, None), ArgumentError),
     "kernel": (NO_KERNELS, ArgumentError),
