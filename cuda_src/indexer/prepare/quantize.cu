@@ -28,6 +28,7 @@
 #include "ptx/element.cuh"
 #include "ptx/fp4.cuh"
 #include "ptx/fp8.cuh"
+#include "ptx/load.cuh"
 #include "tile/rope.cuh"
 
 namespace mla::indexer::prepare {
@@ -50,7 +51,7 @@ constexpr i32 kQuads = kHeadDim / kQuadStep;          // of a lane
 constexpr i32 kElems = kQuads * kQuad;
 constexpr i32 kAngles = kElems / 2;  // of a lane
 // Blocks per SM. Conversions to e4m3 take more registers where there is no instruction for them.
-constexpr i32 kBlocks = __CUDA_ARCH__ >= 1000 ? (kUsual ? 7 : 4) : __CUDA_ARCH__ >= 890 ? (kUsual ? 7 : 5) : 4;
+constexpr i32 kBlocks = __CUDA_ARCH__ >= 1000 ? (kDense ? 7 : 4) : __CUDA_ARCH__ >= 890 ? (kUsual ? 7 : 5) : 4;
 constexpr float kMinAmax = 1e-4f;
 constexpr float kMaxCode = 448.f;             // of e4m3
 constexpr u32 kMaxScaleExponent = 127 + 126;  // its inverse is a normal number, too
@@ -143,9 +144,17 @@ struct Destination {
     float* scale;
 };
 
-MLA_DEVICE Destination record_of_slot(const PrepareParams& p, u8* pages, i32 token) {
-    const u8* from = p.slots + token * p.slots_stride_bytes;
-    const i64 slot = p.slots_are_64 ? *reinterpret_cast<const i64*>(from) : (i64) * reinterpret_cast<const i32*>(from);
+// Of a key that goes to a cache, else -1. Volatile loads: requested before the vector is worked on, not at its end.
+MLA_DEVICE i64 slot_of(const PrepareParams& p, const Place& place) {
+    if (kDense || p.slots == nullptr) return -1;
+    const u8* from = p.slots + place.token * p.slots_stride_bytes;
+    const bool is_key = place.is_key(p);
+    const uint2 wide = ld_global_8(from, is_key && p.slots_are_64);
+    const u32 narrow = ld_global_4(from, is_key && !p.slots_are_64);
+    return p.slots_are_64 ? (i64)((u64)wide.y << 32 | wide.x) : (i64)(i32)narrow;
+}
+
+MLA_DEVICE Destination record_of_slot(const PrepareParams& p, u8* pages, i64 slot) {
     if (slot < 0 || slot >= (i64)p.num_pages * p.page_size) return Destination{nullptr, nullptr};
     const i64 page = slot / p.page_size, at = slot - page * p.page_size;
     u8* codes = pages + page * p.page_stride_bytes;
@@ -153,10 +162,10 @@ MLA_DEVICE Destination record_of_slot(const PrepareParams& p, u8* pages, i32 tok
     return Destination{codes + at * key_bytes, reinterpret_cast<float*>(codes + p.page_size * key_bytes) + at};
 }
 
-MLA_DEVICE Destination destination(const PrepareParams& p, const Place& place) {
+MLA_DEVICE Destination destination(const PrepareParams& p, const Place& place, i64 slot) {
     if (kDense) return Destination{p.codes + place.at * kHeadDim, p.scales + place.at};
     if (place.is_key(p)) {
-        if (p.slots != nullptr) return record_of_slot(p, kJoint ? p.k_codes : p.codes, place.token);
+        if (p.slots != nullptr) return record_of_slot(p, kJoint ? p.k_codes : p.codes, slot);
         if (kJoint) {
             return Destination{p.k_codes + place.token * p.k_codes_stride_elems,
                                p.k_scales + place.token * p.k_scales_stride_elems};
@@ -231,6 +240,24 @@ MLA_DEVICE float sum_of_vector(Elements& x) {
     return sum;
 }
 
+// Weight and bias of four elements; of usual calls, 16 bytes each.
+struct Affine {
+    FloatQuad weight, bias;
+};
+
+MLA_DEVICE FloatQuad load_norm_quad(const float* from, i32 first, i64 stride_elems) {
+    if (kUsual) return *reinterpret_cast<const FloatQuad*>(from + first);
+    FloatQuad four;
+#pragma unroll
+    for (i32 i = 0; i < kQuad; ++i) four.x[i] = from[(first + i) * stride_elems];
+    return four;
+}
+
+MLA_DEVICE Affine load_affine(const PrepareParams& p, i32 first) {
+    return Affine{load_norm_quad(p.norm_weight, first, p.norm_weight_stride_elems),
+                  load_norm_quad(p.norm_bias, first, p.norm_bias_stride_elems)};
+}
+
 // Normalisation of a vector's elements, if any. Selected, not branched about, so that the lanes of a warp stay
 // together.
 struct Normal {
@@ -256,14 +283,30 @@ struct Normal {
     }
     // To four elements from `first` on.
     MLA_DEVICE void apply(const PrepareParams& p, float* four, i32 first) const {
-        if (!kMayNormalise || !in_warp) return;
+        if (kMayNormalise && in_warp) apply(p, four, load_affine(p, first));
+    }
+    // To a lane's elements. The weights of each quad lie in a line of their own: usual calls load two lines at once,
+    // and wait half as often. More lines, or strides, would spill.
+    MLA_DEVICE void apply(const PrepareParams& p, Elements& x) const {
+        constexpr i32 kAtOnce = kUsual ? kQuads / 2 : 1;
+        if (!in_warp) return;
+#pragma unroll
+        for (i32 first = 0; first < kQuads; first += kAtOnce) {
+            Affine affine[kAtOnce];
+#pragma unroll
+            for (i32 i = 0; i < kAtOnce; ++i) affine[i] = load_affine(p, first_element(first + i));
+#pragma unroll
+            for (i32 i = 0; i < kAtOnce; ++i) apply(p, x + (first + i) * kQuad, affine[i]);
+        }
+    }
+
+   private:
+    MLA_DEVICE void apply(const PrepareParams& p, float* four, const Affine& affine) const {
         float normal[kQuad];
 #pragma unroll
         for (i32 i = 0; i < kQuad; ++i) {
-            const float weight = p.norm_weight[(first + i) * p.norm_weight_stride_elems];
-            const float bias = p.norm_bias[(first + i) * p.norm_bias_stride_elems];
             const float unscaled = __fmul_rn(__fsub_rn(four[i], mean), inverse_deviation);
-            normal[i] = __fadd_rn(__fmul_rn(unscaled, weight), bias);
+            normal[i] = __fadd_rn(__fmul_rn(unscaled, affine.weight.x[i]), affine.bias.x[i]);
         }
         if (is_rounded(p)) round_elements(normal, kQuad);
 #pragma unroll
@@ -508,9 +551,9 @@ MLA_DEVICE void store_e2m1(const Destination& to, const Elements& x, u32 scales)
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-MLA_DEVICE void store(const PrepareParams& p, const Place& place, const Elements& x, float scale, float weight,
-                      u32 scales) {
-    const Destination to = destination(p, place);
+MLA_DEVICE void store(const PrepareParams& p, const Place& place, i64 slot, const Elements& x, float scale,
+                      float weight, u32 scales) {
+    const Destination to = destination(p, place, slot);
     if (!kDense && to.codes == nullptr) return;
     if (keys_are_e2m1(p) && place.is_key(p)) return store_e2m1(to, x, scales);
     u32 codes[kQuads];
@@ -550,9 +593,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
         Normal normal;
         if (kMayNormalise && p.norm_weight != nullptr) {
             normal.find(p, place, x);
-#pragma unroll
-            for (i32 quad = 0; quad < kQuads; ++quad) normal.apply(p, x + quad * kQuad, first_element(quad));
+            normal.apply(p, x);
         }
+        const i64 slot = slot_of(p, place);
         rotate(p, angles, normal, place, x);
         if (next.token != place.token) angles.load(p, next.token);
         if (has_hadamard(p)) {
@@ -561,7 +604,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
         }
         const float scale = find_scale(p, find_amax(x), place.is_key(p));
         const u32 scales = keys_are_e2m1(p) ? e2m1_scales(x) : 0;
-        if (is_there) store(p, place, x, scale, weight, scales);
+        if (is_there) store(p, place, slot, x, scale, weight, scales);
     }
 }
 }  // namespace mla::indexer::prepare
