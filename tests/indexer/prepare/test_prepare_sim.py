@@ -135,6 +135,14 @@ def test_queries_and_keys_at_any_address() -> None:
     check("prepare", {**inputs, "k": whole[..., 3:67], "norm_weight": wide[::3]}, return_k=True)
 
 
+def test_a_norm_at_any_address() -> None:
+    """The build for usual calls reads 16 bytes of it at once."""
+    inputs = both(128, tokens=5)
+    shifted = np.append(np.float32(0), inputs["norm_bias"])[1:]
+    check("prepare", {**inputs, "norm_weight": np.repeat(inputs["norm_weight"], 3)[::3]}, return_k=True)
+    check("prepare", {**inputs, "norm_bias": shifted}, return_k=True)
+
+
 @pytest.mark.parametrize("slot_dtype", ["int32", "int64"])
 @pytest.mark.parametrize("d", [64, 128])
 def test_queries_and_keys_to_pages(d: int, slot_dtype: str) -> None:

@@ -136,6 +136,7 @@ class PreparePipeline(Pipeline[PrepareProblem]):
             and asked == (False, True, "power_of_2", True)
             and (bool(self._k) or self._are_dense(call))
             and _tables_are_aligned(call)
+            and _norm_is_aligned(call)
         )
 
     def _are_dense(self, call: Call) -> bool:
@@ -158,6 +159,12 @@ def _tables_are_aligned(call: Call) -> bool:
     """True if rows of cos and sin start at multiples of 16 bytes."""
     tables = [table for table in (call.views["cos"], call.views["sin"]) if table]
     return all(not table.ptr % 16 and not table.strides[0] % 4 for table in tables)
+
+
+def _norm_is_aligned(call: Call) -> bool:
+    """True if a LayerNorm's weight and bias have no gaps and start at multiples of 16 bytes, or if there is none."""
+    norms = [norm for norm in (call.views.get("norm_weight"), call.views.get("norm_bias")) if norm]
+    return all(not norm.ptr % 16 and _is_dense(norm) for norm in norms)
 
 
 def holds_e2m1(cache: View, head_dim: int) -> bool:
