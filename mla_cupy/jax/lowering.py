@@ -37,7 +37,7 @@ def run(
 ) -> tuple[Any, ...]:
     """Run, or trace, an operation by its arrays and options in the order of the record: see `call`."""
     named = zip(operation.names, arrays, strict=True)
-    return call(operation, dict(named), dict(zip(operation.options._fields, options, strict=True)), exportable)
+    return call(operation, dict(named), dict(zip(operation.bound_options, options, strict=True)), exportable)
 
 
 def call(

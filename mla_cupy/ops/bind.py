@@ -26,7 +26,7 @@ from mla_cupy.ops.operation import Operation
 from mla_cupy.ops.schema import contiguous_view
 from mla_cupy.runtime import device as devices
 
-_NOT_OPTIONS = ("workspace", "plan", "stream", "independent")
+_NOT_OPTIONS = ("workspace", "plan", "stream")
 """Arguments of the public functions that are no options: a compiled program has other means for them."""
 
 Shaped = tuple[tuple[int, ...], str]
@@ -38,7 +38,8 @@ def parameters(name: str) -> dict[str, inspect.Parameter]:
     """The parameters of a public function that a binding has, too: the inputs and the options, in its order."""
     operation = ops.BOUND_OPERATIONS[name]
     outputs = [output.name for output in operation.outputs]
-    return {key: value for key, value in operation.parameters.items() if key not in (*outputs, *_NOT_OPTIONS)}
+    left_out = {*outputs, *_NOT_OPTIONS, *operation.options._fields} - {*operation.bound_options}
+    return {key: value for key, value in operation.parameters.items() if key not in left_out}
 
 
 def options_of(operation: Operation, given: Mapping[str, Any]) -> Any:

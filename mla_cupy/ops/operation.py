@@ -264,6 +264,11 @@ class Operation:
         return not self.internal
 
     @property
+    def bound_options(self) -> tuple[str, ...]:
+        """The options that the bindings have: a compiler orders calls, so nobody can promise what runs before one."""
+        return tuple(name for name in self.options._fields if name != "independent")
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of all arrays, the inputs first."""
         return (*(array.name for array in self.inputs), *(array.name for array in self.outputs))

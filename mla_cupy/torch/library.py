@@ -93,7 +93,7 @@ class Operators:
         self.defaults = {key: taken[key].default for key in self.kinds if taken[key].default is not taken[key].empty}
         self.defaults |= dict.fromkeys(unwritten, -math.inf)
         self.inputs = tuple(array.name for array in operation.inputs)
-        self.options: tuple[str, ...] = operation.options._fields
+        self.options = operation.bound_options
         self.outputs = tuple((output.name, output.needs, output.when) for output in operation.outputs)
         self.results, self.returns = results, returns
         self.dtypes = frozenset(output.dtype_option for output in operation.outputs)

@@ -274,4 +274,4 @@ def test_in_the_simulator() -> None:
 def test_options_have_the_order_of_the_public_function(operation: Any) -> None:
     """The operators of PyTorch pass them by position."""
     inputs = [array.name for array in operation.inputs]
-    assert [name for name in parameters(operation.name) if name not in inputs] == list(operation.options._fields)
+    assert [name for name in parameters(operation.name) if name not in inputs] == list(operation.bound_options)

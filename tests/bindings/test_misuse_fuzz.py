@@ -115,7 +115,7 @@ def test_torch(torch: Any, of_torch: Any, call: BoundCall, count: int) -> None:
     plain = flat(getattr(mla_cupy, call.operation))
     taken = [*inspect.signature(plain).parameters, *inspect.signature(function).parameters]
     options = [x for x in inspect.signature(plain).parameters if x not in (*call.record.names, "check", "stream")]
-    options = [x for x in options if x not in ("plan", "workspace")]
+    options = [x for x in options if x not in ("plan", "workspace", "independent")]
     accepted = 0
     for seed in range(count):
         rng = np.random.default_rng([seed, 19])
@@ -235,7 +235,7 @@ def test_jax(jax: Any, of_jax: Any, call: BoundCall, count: int) -> None:
     taken = [*inspect.signature(plain).parameters, *inspect.signature(function).parameters]
     there = {name: x for name, x in call.arrays.items() if x.dtype != np.int64}  # which JAX does not have
     options = [x for x in inspect.signature(plain).parameters if x not in call.record.names]
-    options = [x for x in options if x not in ("check", "stream", "plan", "workspace")]
+    options = [x for x in options if x not in ("check", "stream", "plan", "workspace", "independent")]
     for seed in range(count):
         rng = np.random.default_rng([seed, 20])
         given: Call = {name: jax.numpy.asarray(x) for name, x in there.items()}

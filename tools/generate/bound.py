@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: Options that functions of the bindings lack: compilers order calls, and reuse memory, by themselves.
-LEFT_OUT = ("independent",)
 #: Losses with a form that is differentiable: its name, and the inputs of the loss that it has not.
 OBJECTIVES = {
     "indexer_sparse_loss": ("indexer_sparse_objective", ()),
@@ -65,7 +63,7 @@ class Bound:
 
     @property
     def options(self) -> list[str]:
-        return [name for name in self.operation.options._fields if name not in LEFT_OUT]
+        return list(self.operation.bound_options)
 
     @property
     def arguments(self) -> list[str]:
@@ -115,9 +113,10 @@ def signature_of(one: Bound, left_out: Sequence[str], array: str, more: Sequence
     """The parameters of a binding's function, as source."""
     arrays = {*one.inputs, *one.outputs, "workspace"}
     optional = {array.name for array in one.operation.inputs if array.optional} | {*one.outputs, "workspace"}
+    unbound = {*one.operation.options._fields} - {*one.options}
     found: list[str] = []
     for name, parameter in one.signature.items():
-        if name in left_out or name in LEFT_OUT:
+        if name in left_out or name in unbound:
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in found:
             found.append("*")
