@@ -206,23 +206,24 @@ class FewLaunches(Own):
             steps["prepare"] = partial(mla_cupy.mla_prepare, source, *token, **turns, out=target)
             return {**steps, "attention": attention(case, dtype, inputs, buffers, device)}
         w_uk, w_uv = inputs.kv_b_proj[:, : model.d_nope], inputs.kv_b_proj[:, model.d_nope :]
-        options: dict[str, Any]
-        if inputs.index is not None:
-            index = inputs.index
-            arrays = (index.q, index.weights, index.k, *turns.values(), index.cache, inputs.slots)
-            options = {"norm_weight": index.norm_weight, "norm_bias": index.norm_bias}
-            options |= {"codes": buffers.codes, "folded": buffers.folded}
-            steps["index q and k"] = partial(mla_cupy.indexer_prepare, *arrays, **options)
-            steps["select"] = selection(case, inputs, index, buffers, device)
         if model.has_rope:
-            options = {**turns, "w_uk": w_uk, "out": buffers.queries, "independent": inputs.index is not None}
+            options: dict[str, Any] = {**turns, "w_uk": w_uk, "out": buffers.queries}
             steps["prepare and absorb"] = partial(mla_cupy.mla_prepare, inputs.q, *token, **options)
         else:
             steps["append"] = partial(mla_cupy.cache_append, inputs.latent, None, inputs.cache, inputs.slots)
-            steps["absorb"] = partial(mla_cupy.absorb, inputs.q, w_uk, out=buffers.queries, independent=True)
-        after = {"after_prepare": model.has_rope}  # else the call before is independent
+            steps["absorb"] = partial(mla_cupy.absorb, inputs.q, w_uk, out=buffers.queries)
+        if inputs.index is not None:
+            index = inputs.index
+            arrays = (index.q, index.weights, index.k, *turns.values(), index.cache, inputs.slots)
+            options = {"norm_weight": index.norm_weight, "norm_bias": index.norm_bias, "independent": True}
+            options |= {"codes": buffers.codes, "folded": buffers.folded}
+            steps["index q and k"] = partial(mla_cupy.indexer_prepare, *arrays, **options)
+            steps["select"] = selection(case, inputs, index, buffers, device)
         projection = {"w_uv": w_uv, **({"gate": inputs.gate} if model.has_gate else {})}
-        return {**steps, "attention and W_UV": attention(case, dtype, inputs, buffers, device, **after, **projection)}
+        return {
+            **steps,
+            "attention and W_UV": attention(case, dtype, inputs, buffers, device, after_prepare=True, **projection),
+        }
 
 
 # ---- Check -----------------------------------------------------------------------------------------------------------

@@ -165,6 +165,8 @@ MLA_DEVICE void prepare_rope(const Block& block) {
 
 // Eight tokens to the cache, by one share of the blocks for them.
 MLA_DEVICE void append(const AbsorbParams& p) {
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     if (blockIdx.y > 0) return;
     const i64 first = ((i64)blockIdx.x * kAppendWarps + threadIdx.x / kWarpThreads) * kTokens;
     append_tokens(p, AnyRotation(p), RopeRows{p.rope_out, p.rope_out_stride_bytes}, first, threadIdx.x % kWarpThreads);
@@ -280,7 +282,14 @@ MLA_DEVICE void multiply(const Block& block, const Weights&, i32 first) {
 #endif
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-MLA_DEVICE void absorb_tokens(const Block& block) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    mla_cache_absorb(const __grid_constant__ AbsorbParams p) {
+    extern __shared__ __align__(16) u8 smem[];
+    const Block block(p, *reinterpret_cast<Storage*>(smem));
+    if ((i32)blockIdx.x < p.token_blocks) return append(p);
+    prefetch_w_uk(block);
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     fetch_w_uk(block);
     fetch_queries(block, block.first);
     commit_copies();
@@ -299,20 +308,5 @@ MLA_DEVICE void absorb_tokens(const Block& block) {
         wait_for_copies<1>();
         __syncthreads();
     }
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    mla_cache_absorb(const __grid_constant__ AbsorbParams p) {
-    extern __shared__ __align__(16) u8 smem[];
-    const Block block(p, *reinterpret_cast<Storage*>(smem));
-    const bool appends = (i32)blockIdx.x < p.token_blocks;
-    if (!appends) prefetch_w_uk(block);
-    start_launch(p);
-    if (appends) {
-        append(p);
-    } else {
-        absorb_tokens(block);
-    }
-    finish_launch(p);
 }
 }  // namespace mla::cache

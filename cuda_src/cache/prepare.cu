@@ -12,6 +12,7 @@
 #include "attention/query_codes.cuh"
 #include "cache/prepare.cuh"
 #include "common/facts.cuh"
+#include "ptx/control.cuh"
 
 namespace mla::cache {
 
@@ -139,7 +140,10 @@ MLA_DEVICE void prepare_row_of(const CachePrepareParams& p, const AnyRotation& r
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-MLA_DEVICE void run_block(const CachePrepareParams& p) {
+extern "C" __global__ void __launch_bounds__(kAppendThreads, kBlocks)
+    mla_cache_prepare(const __grid_constant__ CachePrepareParams p) {
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const AnyRotation rotation(p);
     if ((i32)blockIdx.x < p.token_blocks) {
         const i64 first = ((i64)blockIdx.x * kAppendWarps + threadIdx.x / kWarpThreads) * kTokens;
@@ -152,12 +156,5 @@ MLA_DEVICE void run_block(const CachePrepareParams& p) {
     } else {
         prepare_row_of<float16>(p, rotation, at, threadIdx.x % kRowLanes);
     }
-}
-
-extern "C" __global__ void __launch_bounds__(kAppendThreads, kBlocks)
-    mla_cache_prepare(const __grid_constant__ CachePrepareParams p) {
-    start_launch(p);
-    run_block(p);
-    finish_launch(p);
 }
 }  // namespace mla::cache

@@ -38,24 +38,8 @@ struct CachePrepareParams {
     i32 h, pieces = 0;     // query heads; a lane's pieces of a row, without the RoPE part
     i32 token_blocks = 0;  // of the grid
     i32 own_scale = 0;     // of each row; else `q_scale`
-    i32 independent = 0;   // 1: of the call before, see start_launch
     float kv_scale = 1.f, q_scale = 1.f;
-    i32 padding = 0;
 };
-
-// ---- Order of launches ------------------------------------------------------------------------------------------
-// Waits for the predecessor, unless the caller promises that this call and the call before it share no memory that
-// either writes. All older launches have completed: each kernel lets its dependents start only after its own wait. The
-// exception is attention_combine, and the attention kernel of the same call has waited.
-MLA_DEVICE void start_launch(const CachePrepareParams& p) {
-    if (!p.independent) griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-}
-
-// An independent launch waits at its end: its dependents, which wait for it alone, find its predecessor's results, too.
-MLA_DEVICE void finish_launch(const CachePrepareParams& p) {
-    if (p.independent) griddepcontrol_wait();
-}
 
 // ---- RoPE ------------------------------------------------------------------------------------------------------
 // Rotation by tables, or by computed angles.

@@ -133,7 +133,7 @@ def mla_prepare(
             "return_rope": False,
             **(appended.fixed if appended else {"kv_format": None, "scales": None}),
         },
-        free={"kv_scale": "real", "independent": "integer"},
+        free={"kv_scale": "real"},
         notes={"record": kv_format or ""},
     )
 
@@ -149,8 +149,7 @@ def absorb(*, h_q: int, d_head: int | None = None, dtype: str | None = None) -> 
     """Queries times W_UK."""
     dtype = choice("--dtype", dtype or HALF[0], HALF) or ""
     sizes = {"h_q": h_q, "d_nope": check_d_head(d_head or D_HEAD), "d_v": D_V, "d_rope": D_ROPE, "d_qk": D_V}
-    free: dict[str, Literal["integer"]] = {"independent": "integer"}
-    return Subject(ABSORB, sizes, {"q_nope": dtype, "w_uk": dtype, "out": dtype}, free=free)
+    return Subject(ABSORB, sizes, {"q_nope": dtype, "w_uk": dtype, "out": dtype})
 
 
 def with_rope(subject: Subject) -> Subject:
@@ -277,7 +276,7 @@ def indexer_prepare(*, h_q: int, d_index: int | None = None, page_size: int | No
             "accumulate": "float32",
             "return_k": not page_size,
         },
-        free={"eps": "real"},
+        free={"eps": "real", "independent": "integer"},
     )
 
 

@@ -399,7 +399,6 @@ class CachePrepareParams(Params):
     pieces: I32 = 0
     token_blocks: I32 = 0
     own_scale: I32 = 0
-    independent: I32 = 0
     kv_scale: F32 = 1.0
     q_scale: F32 = 1.0
 
@@ -947,6 +946,7 @@ class PrepareParams(Params):
     group_vectors: I32
     step_tokens: I32
     step_heads: I32
+    independent: I32 = 0
     h_factor: F32
     d_factor: F32
     max_code: F32

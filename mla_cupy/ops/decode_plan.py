@@ -397,7 +397,7 @@ def plan_decode(
         A multiple of 64, and at least 1/256 of max_pages * page_size. Has no effect without `batch_invariant`.
     after_prepare : bool
         A promise about every call with the plan: the call before it on the stream is `mla_prepare`, `absorb` or
-        `cache_append` without `independent`, and writes no tokens but the last s_q of each sequence. Attention then
+        `cache_append`, and writes no tokens but the last s_q of each sequence. Attention then
         reads the lengths, the block table and older tokens while that call runs, if it has few query rows. "Around
         attention" in the documentation has the rules.
     device : int or "cpu", optional

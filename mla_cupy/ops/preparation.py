@@ -39,7 +39,6 @@ def mla_prepare(
     kv_format: str | None = None,
     scales: str | None = None,
     kv_scale: float = 1.0,
-    independent: bool = False,
     out: Any = None,
     q_scales: Any = None,
     rope_out: Any = None,
@@ -86,10 +85,6 @@ def mla_prepare(
         Return the turned RoPE part of the tokens, too.
     kv_format, scales, kv_scale
         As for `cache_append`.
-    independent : bool
-        A promise: this call and the call before it on the stream share no memory that either writes. They then run side
-        by side, and later calls find the results of both. Requires memory for all results, allocated before the
-        previous call. "Around attention" in the documentation has the rules.
     out : array, (n, h, d) or (n, h, d + 64), or (n, h, 576) with w_uk, dtype of q; or uint8 or float8_e4m3fn, optional
         Memory for the queries. It may be `q` itself; then only the RoPE part is written. The last axis is contiguous.
     q_scales : array, (n, h), float32, optional
@@ -163,7 +158,6 @@ def _examine(views: Views, given: MlaPrepareOptions) -> Examined:
         quantise=check_flag("quantise", given.quantise),
         q_scale=None if given.q_scale is None else check_factor("q_scale", given.q_scale),
         return_rope=check_flag("return_rope", given.return_rope),
-        independent=check_flag("independent", given.independent),
     )
     if options.q_scale is not None and not options.quantise:
         raise ArgumentError(explain("q_scale", given.q_scale, "None without quantise", "it is the scale of e4m3 codes"))

@@ -11,7 +11,7 @@ from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain
 from mla_cupy.kernels.projection import ABSORBING, MERGE_PROJECT
 from mla_cupy.kernels.projection.pipeline import MAX_STATES, AbsorbOptions, MergeProjectOptions, ProjectProblem
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import check_flag, check_lse
+from mla_cupy.ops.checks import check_lse
 from mla_cupy.ops.operation import (
     Examined,
     Input,
@@ -29,14 +29,7 @@ GATE = Input("gate", "b s_q h_q d_head", HALF, optional=True, wide=True)
 
 
 def absorb(
-    q_nope: Any,
-    w_uk: Any,
-    *,
-    q_rope: Any = None,
-    independent: bool = False,
-    out: Any = None,
-    workspace: Any = None,
-    stream: Any = None,
+    q_nope: Any, w_uk: Any, *, q_rope: Any = None, out: Any = None, workspace: Any = None, stream: Any = None
 ) -> Any:
     """Multiply queries by W_UK, which gives decode's absorbed queries: q[t, h] = q_nope[t, h] w_uk[h].
 
@@ -50,10 +43,6 @@ def absorb(
         for q_nope.
     q_rope : array, (t, h_q, 64), dtype of q_nope, optional
         The RoPE part of the queries; it becomes the last columns of the result. Strides as for q_nope.
-    independent : bool
-        A promise: this call and the call before it on the stream share no memory that either writes. They then run side
-        by side, and later calls find the results of both. Requires `out`, allocated before the previous call.
-        "Around attention" in the documentation has the rules.
     out : array, (t, h_q, 512), or (t, h_q, 576) with a `q_rope`, dtype of q_nope, optional
         Memory for the result, strides as for q_nope. It may be the first 512 columns of queries whose RoPE columns were
         turned in place.
@@ -206,8 +195,7 @@ def _examine_merge(views: Views, given: MergeProjectOptions) -> Examined:
     return Examined(ProjectProblem(h_q, w_uv.shape[1], w_uv.dtype, b * s_q), options)
 
 
-def _examine_absorb(views: Views, given: AbsorbOptions) -> Examined:
-    options = AbsorbOptions(check_flag("independent", given.independent))
+def _examine_absorb(views: Views, options: AbsorbOptions) -> Examined:
     q_nope = present(views, "q_nope")
     t, h_q, d_nope = q_nope.shape
     sizes = {"d_qk": D_V if views["q_rope"] is None else D_QK}

@@ -26,7 +26,7 @@ def test_an_indexer_selects(device, numpy_backend, monkeypatch):
     prepared = make([], LAYER.implementations(Choices()))[0].prepare(case, "bfloat16", [inputs], device)
     prepared.calls[0]()
     assert LAYER.judge([], prepared.outputs(0), "bfloat16", device).ok
-    assert list(prepared.figures) == ["index q and k", "select", "prepare and absorb", "attention and W_UV"]
+    assert list(prepared.figures) == ["prepare and absorb", "index q and k", "select", "attention and W_UV"]
 
 
 def test_launches_are_counted_where_there_is_a_stream(device, monkeypatch):

@@ -86,6 +86,7 @@ struct PrepareParams {
     i32 e2m1_keys;                // of a cache
     i32 group_vectors;            // vectors that a group of lanes processes in turn
     i32 step_tokens, step_heads;  // from one of them to the next
+    i32 independent = 0;          // 1: of the call before, see the kernel
     float h_factor, d_factor;
     float max_code, inverse_max_code;  // the largest code there may be, of queries
     float norm_eps;
@@ -597,8 +598,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     const i64 warp = (i64)blockIdx.x * (kThreads / kWarpThreads) + threadIdx.x / kWarpThreads;
     const i64 first = warp * kWarpVectors * p.group_vectors + threadIdx.x % kWarpThreads / kLanes;
     Place place(p, min(first, vectors - 1)), next = place;
-    if (blockIdx.x < kEarlyBlocks) prefetch_inputs(p, place);
-    griddepcontrol_wait();
+    // An independent call shares no memory that either writes with the call before it. Everything older is complete,
+    // because each kernel lets its dependents start only after its own wait; the exception is attention_combine, and
+    // the attention kernel of the same call has waited.
+    if (!p.independent) {
+        if (blockIdx.x < kEarlyBlocks) prefetch_inputs(p, place);
+        griddepcontrol_wait();
+    }
     griddepcontrol_launch_dependents();
     RawElements ahead;  // the next vector and its weight are under way while one is worked on
     load_raw(p, place.x(p), ahead);
@@ -631,5 +637,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
         const u32 scales = keys_are_e2m1(p) ? e2m1_scales(x) : 0;
         if (is_there) store(p, place, slot, x, scale, weight, scales);
     }
+    griddepcontrol_wait();  // what waits for this launch finds the results of the one before, too
 }
 }  // namespace mla::indexer::prepare

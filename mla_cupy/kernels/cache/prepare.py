@@ -31,7 +31,6 @@ class MlaPrepareOptions(NamedTuple):
     kv_format: str | None
     scales: str | None
     kv_scale: float
-    independent: bool = False
 
 
 @functools.lru_cache(maxsize=16)
@@ -81,7 +80,6 @@ class MlaPreparePipeline(CachePipeline):
             token_blocks=token_blocks,
             own_scale=options.q_scale is None,
             q_scale=1.0 if options.q_scale is None else options.q_scale,
-            independent=options.independent,
             **rotation_members(call, options.interleaved),
             **token_members(call, n, options.scales),
             **_record_members(call, options),
@@ -114,7 +112,6 @@ def queries_alone(call: Call) -> CachePrepareParams:
         out_stride_n_h_bytes=_row_bytes(call, "out"),
         n=n,
         h=h,
-        independent=call.options.independent,
     )
 
 

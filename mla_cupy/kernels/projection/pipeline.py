@@ -31,9 +31,7 @@ class MergeProjectOptions(NamedTuple):
 
 
 class AbsorbOptions(NamedTuple):
-    """Arguments of `absorb` other than its arrays."""
-
-    independent: bool = False
+    """`absorb` has arrays alone."""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ def indexer_prepare(
     accumulate: str = "float32",
     eps: float = 1e-6,
     return_k: bool = False,
+    independent: bool = False,
     codes: Any = None,
     folded: Any = None,
     k_codes: Any = None,
@@ -67,6 +68,10 @@ def indexer_prepare(
         Epsilon of the LayerNorm.
     return_k : bool
         Return the keys instead of writing them to a cache.
+    independent : bool
+        A promise: this call and the call before it on the stream share no memory that either writes. They then run side
+        by side, and later calls find the results of both. Requires memory for all results, allocated before the
+        previous call. "Around attention" in the documentation has the rules.
     codes : array, (n, h, d), uint8 or float8_e4m3fn, optional
         Memory for the queries' codes; it starts at, and steps by, multiples of 16 bytes.
     folded : array, (n, h), float32, optional
@@ -112,7 +117,9 @@ def indexer_prepare(
 
 def _examine(views: Views, given: PrepareBothOptions) -> Examined:
     options = check_prepare_options(given)._replace(
-        accumulate=check_accumulate(given.accumulate), return_k=check_flag("return_k", given.return_k)
+        accumulate=check_accumulate(given.accumulate),
+        return_k=check_flag("return_k", given.return_k),
+        independent=check_flag("independent", given.independent),
     )
     check_all_or_none(views, "norm_weight", "norm_bias")
     if check_all_or_none(views, "cache", "slots") == options.return_k:

@@ -116,6 +116,7 @@ class PreparePipeline(Pipeline[PrepareProblem]):
             group_vectors=quantize.group_vectors(tokens * all_heads),
             step_tokens=step_tokens,
             step_heads=step_heads,
+            independent=isinstance(options, PrepareBothOptions) and options.independent,
             h_factor=heads**-0.5,
             d_factor=config.head_dim**-0.5,
             max_code=max_code,

@@ -73,6 +73,7 @@ class PrepareBothOptions(NamedTuple):
     accumulate: str
     eps: float
     return_k: bool
+    independent: bool = False
 
 
 KERNEL: KernelSpec[PrepareProblem] = KernelSpec(
