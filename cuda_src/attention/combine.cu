@@ -246,8 +246,8 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 4)
     // kernel, before they touch memory: every kernel of the package that is launched as a programmatic dependent (the
     // next call's schedule and attention, a merge of states, a cache update) begins with griddepcontrol.wait and only
     // then lets its own successor start. Other launches and memsets are not dependents. Only this kernel and the W_UV
-    // projections read before they wait, and they read older data; and calls with a promise. With many rows,
-    // blocks of the next attention kernel would take this kernel's place.
+    // projections read before they wait, and they read older data, as do calls with a promise. With many rows, blocks
+    // of the next attention kernel would take this kernel's place.
     if (next_may_start(p)) griddepcontrol_launch_dependents();
     // The attention kernel waited for the schedule before it let this kernel start.
     const i32 team = threadIdx.x / kTeamThreads, units = count_units(p, s);

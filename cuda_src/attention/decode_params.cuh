@@ -52,8 +52,8 @@ struct DecodeParams {
     float scale_log2;               // softmax scale * log2(e)
     LseConvention lse_convention;
     float value_scale;    // factor of the values, of caches with one scale for all; `scale_log2` has it, too
-    i32 new_tokens = -1;  // what the launch before writes of this one's inputs: q, and so many tokens at the end of
-                          // each sequence; -1: maybe anything
+    i32 new_tokens = -1;  // tokens at the end of each sequence that the launch before writes, of the inputs only these
+                          // and q; -1: maybe any input
 };
 
 // The part of a request's sequence that lies in this cache.
