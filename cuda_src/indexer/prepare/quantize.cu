@@ -25,6 +25,7 @@
 #include "indexer/e2m1_keys.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/element.cuh"
 #include "ptx/fp4.cuh"
 #include "ptx/fp8.cuh"
@@ -133,10 +134,10 @@ struct Place {
         if (kJoint && is_key(p)) return p.k + token * p.k_stride_elems;
         return p.x + (kDense ? at * kHeadDim : token * p.x_stride_n_elems + head * p.x_stride_h_elems);
     }
-    MLA_DEVICE float weight(const PrepareParams& p) const {
-        if (is_key(p)) return 0.f;
-        return p.weights[kDense ? at : token * p.weights_stride_n_elems + head * p.weights_stride_h_elems];
+    MLA_DEVICE const float* weight_at(const PrepareParams& p) const {
+        return p.weights + (kDense ? at : token * p.weights_stride_n_elems + head * p.weights_stride_h_elems);
     }
+    MLA_DEVICE float weight(const PrepareParams& p) const { return is_key(p) ? 0.f : *weight_at(p); }
 };
 
 struct Destination {
@@ -551,6 +552,26 @@ MLA_DEVICE void store_e2m1(const Destination& to, const Elements& x, u32 scales)
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
+// Brings what a group of lanes loads for its first vector into L2 before an earlier kernel is done, which may yet write
+// it there: one line after the other it would come from memory. Only a prefetch depends on the position read here.
+MLA_DEVICE void prefetch_inputs(const PrepareParams& p, const Place& place) {
+    constexpr i32 kLineBytes = 128, kVectorLines = ceil_div(kHeadDim * (i32)sizeof(u16), kLineBytes);
+    const i32 lane = lane_of_vector();
+    const bool is_key = place.is_key(p), turns = half_rope(p) > 0;
+    const u32 position = ld_global_l2_4(p.positions + place.token * p.positions_stride_elems, turns);
+    if (lane < kVectorLines) prefetch_global_l2(place.x(p) + lane * (kLineBytes / (i32)sizeof(u16)));
+    if (!is_key && lane == 0) prefetch_global_l2(place.weight_at(p));
+    if (is_key && lane == 0 && p.slots != nullptr) prefetch_global_l2(p.slots + place.token * p.slots_stride_bytes);
+    if (is_key && p.norm_weight != nullptr) {
+        const i64 step = lane % kQuads * kQuadStep;
+        prefetch_global_l2(lane / kQuads % 2 == 0 ? p.norm_weight + step * p.norm_weight_stride_elems
+                                                  : p.norm_bias + step * p.norm_bias_stride_elems);
+    }
+    if (!turns || lane > 1) return;
+    const i64 row = min(position, (u32)p.max_position - 1);
+    prefetch_global_l2(lane == 0 ? p.cos + row * p.cos_stride_elems : p.sin + row * p.sin_stride_elems);
+}
+
 MLA_DEVICE void store(const PrepareParams& p, const Place& place, i64 slot, const Elements& x, float scale,
                       float weight, u32 scales) {
     const Destination to = destination(p, place, slot);
@@ -569,12 +590,13 @@ MLA_DEVICE void store(const PrepareParams& p, const Place& place, i64 slot, cons
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     mla_indexer_prepare_quantize(const __grid_constant__ PrepareParams p) {
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
     const i64 vectors = (i64)p.n * p.h;
     const i64 warp = (i64)blockIdx.x * (kThreads / kWarpThreads) + threadIdx.x / kWarpThreads;
     const i64 first = warp * kWarpVectors * p.group_vectors + threadIdx.x % kWarpThreads / kLanes;
     Place place(p, min(first, vectors - 1)), next = place;
+    if (may_be_early()) prefetch_inputs(p, place);
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     RawElements ahead;  // the next vector and its weight are under way while one is worked on
     load_raw(p, place.x(p), ahead);
     float weight_ahead = place.weight(p);
