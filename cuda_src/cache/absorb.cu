@@ -101,11 +101,19 @@ struct Block {
 };
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
-// To the L2 alone: an earlier kernel may still be writing it.
-MLA_DEVICE void prefetch_w_uk(const Block& block) {
+// The first queries and W_UK, to the L2 alone: an earlier kernel may still be writing them. Queries come first: with
+// many heads W_UK is megabytes.
+MLA_DEVICE void prefetch_inputs(const Block& block) {
 #if __CUDA_ARCH__ >= 900
+    const AbsorbParams& p = block.p;
+    const i32 token = block.first + threadIdx.x / kRowLanes, line = threadIdx.x % kRowLanes;
+    const i64 of_query = token * p.q_nope_stride_t_elems + block.head * p.q_nope_stride_h_elems;
+    if (token < block.end) {
+        if (line * kSlice < p.d_nope) prefetch_global_l2(p.q_nope + of_query + line * kSlice);
+        if (line == kRowLanes - 1 && p.has_rope) prefetch_global_l2(QueryRow(p, token, block.head, true).rope);
+    }
 #pragma unroll 1
-    for (i32 row = threadIdx.x; row < block.p.d_nope; row += kThreads) {
+    for (i32 row = threadIdx.x; row < p.d_nope; row += kThreads) {
         cp_async_bulk_prefetch_l2(block.w_uk(row), 2 * block.columns);
     }
 #endif
@@ -161,15 +169,6 @@ MLA_DEVICE void prepare_rope(const Block& block) {
         if (!exists) continue;
         *reinterpret_cast<uint4*>(query.out + kHeadDimV * sizeof(u16) + lane * kPieceBytes) = piece;
     }
-}
-
-// Eight tokens to the cache, by one share of the blocks for them.
-MLA_DEVICE void append(const AbsorbParams& p) {
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-    if (blockIdx.y > 0) return;
-    const i64 first = ((i64)blockIdx.x * kAppendWarps + threadIdx.x / kWarpThreads) * kTokens;
-    append_tokens(p, AnyRotation(p), RopeRows{p.rope_out, p.rope_out_stride_bytes}, first, threadIdx.x % kWarpThreads);
 }
 
 // ---- Product ---------------------------------------------------------------------------------------------------
@@ -286,8 +285,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     mla_cache_absorb(const __grid_constant__ AbsorbParams p) {
     extern __shared__ __align__(16) u8 smem[];
     const Block block(p, *reinterpret_cast<Storage*>(smem));
-    if ((i32)blockIdx.x < p.token_blocks) return append(p);
-    prefetch_w_uk(block);
+    if ((i32)blockIdx.x < p.token_blocks) {  // one share of the blocks
+        if (blockIdx.y == 0) append(p, AnyRotation(p));
+        return;
+    }
+    prefetch_inputs(block);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     fetch_w_uk(block);
