@@ -37,6 +37,7 @@ constexpr i32 kMinColumns = 64;                                             // f
 constexpr i32 kTile = 16;                                                   // tokens of a product
 constexpr i32 kStep = __CUDA_ARCH__ >= 800 ? 2 * kTile : kTile;             // tokens at a time
 constexpr i32 kStages = 2;                                                  // tokens at work, and the next ones
+constexpr bool kHeld = __CUDA_ARCH__ >= 800;                                // warps keep W_UK in registers
 constexpr i32 kColumnsPitch = kMaxColumns + 8, kNopePitch = kMaxDNope + 8;  // ldmatrix then uses every bank
 constexpr i32 kSlice = 64;                                                  // d_nope is a multiple of it
 constexpr i32 kBlocksPerSm = kMaxDNope <= 128 ? 4 : 2;
@@ -71,10 +72,13 @@ MLA_FACT(max_columns, kMaxColumns);
 MLA_FACT(max_d_nope, kMaxDNope);
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
+// Where W_UK moves to registers, every other step has its place: with heads of up to 128, a block then fits beside one
+// of attention with 16 rows.
 struct Storage {
     alignas(16) u16 w_uk[kMaxDNope][kColumnsPitch];
-    alignas(16) u16 q[kStages][kStep][kNopePitch];
+    alignas(16) u16 q[kHeld ? 1 : kStages][kStep][kNopePitch];
 };
+static_assert(kStep * kNopePitch <= kMaxDNope * kColumnsPitch, "queries fit into the place of W_UK");
 
 MLA_FACT(smem_bytes, sizeof(Storage));
 
@@ -97,15 +101,26 @@ struct Block {
     MLA_DEVICE u16* out(i32 token) const {
         return p.absorbed + token * p.absorbed_stride_t_elems + head * p.absorbed_stride_h_elems;
     }
-    MLA_DEVICE u16* queries(i32 first_token) const { return s.q[(first_token - first) / kStep % kStages][0]; }
+    MLA_DEVICE u16* queries(i32 first_token) const {
+        const i32 stage = (first_token - first) / kStep % kStages;
+        return kHeld && stage > 0 ? s.w_uk[0] : s.q[stage][0];
+    }
 };
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
-// To the L2 alone: an earlier kernel may still be writing it.
-MLA_DEVICE void prefetch_w_uk(const Block& block) {
+// The first queries and W_UK, to the L2 alone: an earlier kernel may still be writing them. Queries come first: with
+// many heads W_UK is megabytes.
+MLA_DEVICE void prefetch_inputs(const Block& block) {
 #if __CUDA_ARCH__ >= 900
+    const AbsorbParams& p = block.p;
+    const i32 token = block.first + threadIdx.x / kRowLanes, line = threadIdx.x % kRowLanes;
+    const i64 of_query = token * p.q_nope_stride_t_elems + block.head * p.q_nope_stride_h_elems;
+    if (token < block.end) {
+        if (line * kSlice < p.d_nope) prefetch_global_l2(p.q_nope + of_query + line * kSlice);
+        if (line == kRowLanes - 1 && p.has_rope) prefetch_global_l2(QueryRow(p, token, block.head, true).rope);
+    }
 #pragma unroll 1
-    for (i32 row = threadIdx.x; row < block.p.d_nope; row += kThreads) {
+    for (i32 row = threadIdx.x; row < p.d_nope; row += kThreads) {
         cp_async_bulk_prefetch_l2(block.w_uk(row), 2 * block.columns);
     }
 #endif
@@ -161,15 +176,6 @@ MLA_DEVICE void prepare_rope(const Block& block) {
         if (!exists) continue;
         *reinterpret_cast<uint4*>(query.out + kHeadDimV * sizeof(u16) + lane * kPieceBytes) = piece;
     }
-}
-
-// Eight tokens to the cache, by one share of the blocks for them.
-MLA_DEVICE void append(const AbsorbParams& p) {
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-    if (blockIdx.y > 0) return;
-    const i64 first = ((i64)blockIdx.x * kAppendWarps + threadIdx.x / kWarpThreads) * kTokens;
-    append_tokens(p, AnyRotation(p), RopeRows{p.rope_out, p.rope_out_stride_bytes}, first, threadIdx.x % kWarpThreads);
 }
 
 // ---- Product ---------------------------------------------------------------------------------------------------
@@ -286,19 +292,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     mla_cache_absorb(const __grid_constant__ AbsorbParams p) {
     extern __shared__ __align__(16) u8 smem[];
     const Block block(p, *reinterpret_cast<Storage*>(smem));
-    if ((i32)blockIdx.x < p.token_blocks) return append(p);
-    prefetch_w_uk(block);
+    if ((i32)blockIdx.x < p.token_blocks) {  // one share of the blocks
+        if (blockIdx.y == 0) append(p, AnyRotation(p));
+        return;
+    }
+    prefetch_inputs(block);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     fetch_w_uk(block);
     fetch_queries(block, block.first);
     commit_copies();
-    fetch_queries(block, block.first + kStep);
-    commit_copies();
     prepare_rope(block);
-    wait_for_copies<1>();  // except the next queries
+    wait_for_copies<0>();
     __syncthreads();
     const Weights weights(block);
+    if (block.first + kStep < block.end) {
+        __syncthreads();  // W_UK has been read
+        fetch_queries(block, block.first + kStep);
+    }
+    commit_copies();
     for (i32 first = block.first; first < block.end; first += kStep) {
         multiply(block, weights, first);
         if (first + kStep >= block.end) break;

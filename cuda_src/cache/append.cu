@@ -4,7 +4,6 @@
 #include "cache/append.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
-#include "ptx/copy.cuh"
 
 namespace mla::cache {
 
@@ -36,12 +35,8 @@ MLA_FACT(tokens_per_block, kAppendWarps* kTokens);
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kAppendThreads, 8)
     mla_cache_append(const __grid_constant__ CacheAppendParams p) {
-    const i64 first_of_block = (i64)blockIdx.x * kAppendWarps * kTokens;
-    // Slots into L2, before an earlier kernel is done, which may yet change them there.
-    if (threadIdx.x == 0 && first_of_block < p.n) prefetch_global_l2(p.slots + first_of_block * p.slots_stride_bytes);
-    griddepcontrol_wait();
     const i32 lane = threadIdx.x % kWarpThreads;
-    const i64 first = first_of_block + threadIdx.x / kWarpThreads * kTokens;
+    const i64 first = ((i64)blockIdx.x * kAppendWarps + threadIdx.x / kWarpThreads) * kTokens;
     const TableRotation rotation{p.cos,
                                  p.sin,
                                  p.positions,
@@ -51,6 +46,8 @@ extern "C" __global__ void __launch_bounds__(kAppendThreads, 8)
                                  p.max_position,
                                  p.positions_are_64,
                                  p.interleaved};
+    prefetch_tokens(p, rotation, first, lane);
+    griddepcontrol_wait();
     append_tokens(p, rotation, RopeRows{nullptr, 0}, first, lane);
 }
 }  // namespace mla::cache

@@ -18,6 +18,7 @@
 #include "common/types.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/element.cuh"
 #include "ptx/fp4.cuh"
 #include "ptx/fp8.cuh"
@@ -203,6 +204,15 @@ struct TableRotation {
     }
     // Called by whole warps.
     MLA_DEVICE void load(PieceAngles& angles, i64 token, i32 piece) const { load_row(angles, position(token), piece); }
+    // Brings a token's position, and its rows of the tables by lanes 0 and 1, into L2 before an earlier kernel is done.
+    // That kernel may yet change the position: only a prefetch depends on what is read here, past L1.
+    MLA_DEVICE void prefetch(i64 token, i32 lane) const {
+        if (positions == nullptr) return;
+        const u32 position = ld_global_l2_4(positions + token * positions_stride_bytes, true);
+        if (cos == nullptr || lane > 1) return;
+        const i64 row = min(position, (u32)max_position - 1);
+        prefetch_global_l2(lane == 0 ? cos + row * cos_stride_elems : sin + row * sin_stride_elems);
+    }
 };
 
 // Optional destination of turned RoPE parts in addition to the cache: rows of 16-bit elements of the same type, or
@@ -471,6 +481,22 @@ MLA_DEVICE void append_usual(const Params& p, const Rotation& rotation, const Re
             }
         }
     }
+}
+
+// Brings a warp's tokens, and what leads to them, into L2 before an earlier kernel is done, which may yet write it
+// there. A thread asks for few lines.
+template <class Params>
+MLA_DEVICE void prefetch_tokens(const Params& p, const TableRotation& rotation, i64 first, i32 lane) {
+    constexpr i32 kLanes = kWarpThreads / kTokens, kLineBytes = 128;
+    const i64 token = first + lane / kLanes;
+    const i32 line = lane % kLanes, bytes = p.latent_chunks * 2 * kPieceElems * element_bytes(p.element);
+    if (!may_be_early() || token >= p.n) return;
+    if (p.cache != nullptr) {
+        if (line * kLineBytes < bytes) prefetch_global_l2(p.latent + token * p.latent_stride_bytes + line * kLineBytes);
+        if (line == 0) prefetch_global_l2(p.slots + token * p.slots_stride_bytes);
+    }
+    if (line == 0 && p.rope_chunks != 0) prefetch_global_l2(p.rope + token * p.rope_stride_bytes);
+    rotation.prefetch(token, line);
 }
 
 // The tokens of a warp from `first` on.

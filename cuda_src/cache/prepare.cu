@@ -52,13 +52,21 @@ MLA_DEVICE uint2 codes_of_tensor(const uint4& piece, const Scale& scale) {
     return codes_of(x);
 }
 
+MLA_DEVICE bool in_place(const CachePrepareParams& p) { return !kCodes && p.out == p.q && p.q_rope == nullptr; }
+
+// Brings a row into L2 before an earlier kernel is done, as the blocks for tokens do with what all rows share.
+MLA_DEVICE void prefetch_row(const CachePrepareParams& p, i64 at, i32 lane) {
+    const QueryRow row(p, at);
+    if (lane < p.pieces && !in_place(p)) prefetch_global_l2(row.q + lane * kLaneStepBytes);
+    if (lane == 0) prefetch_global_l2(row.rope);
+}
+
 // A row in 16 bits. Called by whole warps.
 template <class Element, bool kAligned>
 MLA_DEVICE void move_row(const CachePrepareParams& p, const AnyRotation& rotation, const QueryRow& row, i32 lane) {
-    const bool in_place = p.out == p.q && p.q_rope == nullptr;
     const u8* from = row.q + lane * kPieceBytes;
     u8* to = row.out + lane * kPieceBytes;
-    const i32 moved = in_place || row.out == nullptr ? 0 : p.pieces;
+    const i32 moved = in_place(p) || row.out == nullptr ? 0 : p.pieces;
     uint4 pieces[kMovedPieces];
     const auto load = [&](i32 first) {
 #pragma unroll
@@ -142,15 +150,12 @@ MLA_DEVICE void prepare_row_of(const CachePrepareParams& p, const AnyRotation& r
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kAppendThreads, kBlocks)
     mla_cache_prepare(const __grid_constant__ CachePrepareParams p) {
+    const AnyRotation rotation(p);
+    if ((i32)blockIdx.x < p.token_blocks) return append(p, rotation);
+    const i64 at = (i64)(blockIdx.x - p.token_blocks) * kRows + threadIdx.x / kRowLanes;
+    if (may_be_early()) prefetch_row(p, at, threadIdx.x % kRowLanes);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
-    const AnyRotation rotation(p);
-    if ((i32)blockIdx.x < p.token_blocks) {
-        const i64 first = ((i64)blockIdx.x * kAppendWarps + threadIdx.x / kWarpThreads) * kTokens;
-        append_tokens(p, rotation, RopeRows{p.rope_out, p.rope_out_stride_bytes}, first, threadIdx.x % kWarpThreads);
-        return;
-    }
-    const i64 at = (i64)(blockIdx.x - p.token_blocks) * kRows + threadIdx.x / kRowLanes;
     if (p.element == kBfloat16) {
         prepare_row_of<bfloat16>(p, rotation, at, threadIdx.x % kRowLanes);
     } else {

@@ -68,6 +68,17 @@ struct AnyRotation : TableRotation {
     }
 };
 
+// ---- Tokens ----------------------------------------------------------------------------------------------------
+// Eight tokens to the cache, by one block.
+MLA_DEVICE void append(const CachePrepareParams& p, const AnyRotation& rotation) {
+    const i32 lane = threadIdx.x % kWarpThreads;
+    const i64 first = ((i64)blockIdx.x * kAppendWarps + threadIdx.x / kWarpThreads) * kTokens;
+    prefetch_tokens(p, rotation, first, lane);
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    append_tokens(p, rotation, RopeRows{p.rope_out, p.rope_out_stride_bytes}, first, lane);
+}
+
 // ---- Queries ---------------------------------------------------------------------------------------------------
 
 // A row of queries, and where it goes; null without one.

@@ -30,6 +30,9 @@ MLA_DEVICE void griddepcontrol_launch_dependents() {
 #endif
 }
 
+// True in blocks that may start before the preceding kernels are done. Prefetches of later blocks come too late.
+MLA_DEVICE bool may_be_early() { return __CUDA_ARCH__ >= 900 && blockIdx.x < 512; }
+
 // True in one lane of a converged warp, the same one each time.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-elect-sync
 MLA_DEVICE bool elect_one() {

@@ -960,11 +960,13 @@ class SelectParams(Params):
     weights: Address
     ends: Address
     block_table: Address
+    cache: Address
     indices: Address
     counts: Address
     weights_stride_block_token_head_elems: tuple[I64, I64, I64]
     ends_stride_block_token_elems: tuple[I64, I64]
     table_stride_block_page_elems: tuple[I64, I64]
+    page_stride_bytes: I64
     indices_stride_q_elems: I64
     counts_stride_elems: I64
     block_tokens: I32

@@ -53,7 +53,6 @@ constexpr i32 kElems = kQuads * kQuad;
 constexpr i32 kAngles = kElems / 2;  // of a lane
 // Blocks per SM. Conversions to e4m3 take more registers where there is no instruction for them.
 constexpr i32 kBlocks = __CUDA_ARCH__ >= 1000 ? (kDense ? 7 : 4) : __CUDA_ARCH__ >= 890 ? (kUsual ? 7 : 5) : 4;
-constexpr u32 kEarlyBlocks = 512;  // that may start before an earlier kernel is done
 constexpr float kMinAmax = 1e-4f;
 constexpr float kMaxCode = 448.f;             // of e4m3
 constexpr u32 kMaxScaleExponent = 127 + 126;  // its inverse is a normal number, too
@@ -147,7 +146,7 @@ struct Destination {
     float* scale;
 };
 
-// Of a key that goes to a cache, else -1. Volatile loads: requested before the vector is worked on, not at its end.
+// The slot of a key that goes to a cache, else -1. Volatile loads keep their place: before the vector is worked on.
 MLA_DEVICE i64 slot_of(const PrepareParams& p, const Place& place) {
     if (kDense || p.slots == nullptr) return -1;
     const u8* from = p.slots + place.token * p.slots_stride_bytes;
@@ -555,25 +554,23 @@ MLA_DEVICE void store_e2m1(const Destination& to, const Elements& x, u32 scales)
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 // Brings what a group of lanes loads for its first vector into L2 before an earlier kernel is done, which may yet write
-// it there. Only a prefetch depends on the position that is read here.
+// it there. Only a prefetch depends on the position read here.
 MLA_DEVICE void prefetch_inputs(const PrepareParams& p, const Place& place) {
     constexpr i32 kLineBytes = 128, kVectorLines = ceil_div(kHeadDim * (i32)sizeof(u16), kLineBytes);
-    const i32 lane = lane_of_vector(), quad = lane % kQuads;
+    const i32 lane = lane_of_vector();
     const bool is_key = place.is_key(p), turns = half_rope(p) > 0;
     const u32 position = ld_global_l2_4(p.positions + place.token * p.positions_stride_elems, turns);
     if (lane < kVectorLines) prefetch_global_l2(place.x(p) + lane * (kLineBytes / (i32)sizeof(u16)));
-    if (is_key && p.slots != nullptr) prefetch_global_l2(p.slots + place.token * p.slots_stride_bytes);
     if (!is_key && lane == 0) prefetch_global_l2(place.weight_at(p));
+    if (is_key && lane == 0 && p.slots != nullptr) prefetch_global_l2(p.slots + place.token * p.slots_stride_bytes);
     if (is_key && p.norm_weight != nullptr) {
-        const bool of_weight = lane / kQuads % 2 == 0;
-        const i64 step = quad * kQuadStep;
-        prefetch_global_l2(of_weight ? p.norm_weight + step * p.norm_weight_stride_elems
-                                     : p.norm_bias + step * p.norm_bias_stride_elems);
+        const i64 step = lane % kQuads * kQuadStep;
+        prefetch_global_l2(lane / kQuads % 2 == 0 ? p.norm_weight + step * p.norm_weight_stride_elems
+                                                  : p.norm_bias + step * p.norm_bias_stride_elems);
     }
-    const u32 row = min(position, (u32)p.max_position - 1);
-    if (turns && lane < 2) {
-        prefetch_global_l2(lane == 0 ? p.cos + row * p.cos_stride_elems : p.sin + row * p.sin_stride_elems);
-    }
+    if (!turns || lane > 1) return;
+    const i64 row = min(position, (u32)p.max_position - 1);
+    prefetch_global_l2(lane == 0 ? p.cos + row * p.cos_stride_elems : p.sin + row * p.sin_stride_elems);
 }
 
 MLA_DEVICE void store(const PrepareParams& p, const Place& place, i64 slot, const Elements& x, float scale,
@@ -602,7 +599,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     // because each kernel lets its dependents start only after its own wait; the exception is attention_combine, and
     // the attention kernel of the same call has waited.
     if (!p.independent) {
-        if (blockIdx.x < kEarlyBlocks) prefetch_inputs(p, place);
+        if (may_be_early()) prefetch_inputs(p, place);
         griddepcontrol_wait();
     }
     griddepcontrol_launch_dependents();

@@ -19,6 +19,7 @@
 #include "indexer/sm90_key_rows.cuh"
 #include "ptx/control.cuh"
 #include "ptx/copy.cuh"
+#include "ptx/load.cuh"
 #include "tile/product.cuh"
 
 namespace mla::indexer::select {
@@ -47,11 +48,13 @@ struct SelectParams {
     const float* weights;    // (b, tokens, heads)
     const i32* ends;         // (b,), or (b, tokens)
     const i32* block_table;  // (b, max_pages)
+    const u8* cache;         // (num_pages, bytes of kPageKeys keys)
     i32* indices;            // (b * tokens, k)
     i32* counts;             // (b * tokens,)
     i64 weights_stride_block_elems, weights_stride_token_elems, weights_stride_head_elems;
     i64 ends_stride_block_elems, ends_stride_token_elems;
     i64 table_stride_block_elems, table_stride_page_elems;
+    i64 page_stride_bytes;
     i64 indices_stride_q_elems, counts_stride_elems;
     i32 block_tokens, num_keys, end_of_last;  // end_of_last: each token before a sequence's last sees one key less
     i32 heads, num_pages;
@@ -94,8 +97,11 @@ struct Token {
     MLA_DEVICE Token(const SelectParams& p, i32 row)
         : p(p), row(row), sequence(row / p.block_tokens), token(row % p.block_tokens) {}
 
-    MLA_DEVICE void find_share(i32 rank) {
-        end = max(p.ends[sequence * p.ends_stride_block_elems + token * p.ends_stride_token_elems], 0);
+    MLA_DEVICE const i32* length() const {
+        return p.ends + sequence * p.ends_stride_block_elems + token * p.ends_stride_token_elems;
+    }
+    MLA_DEVICE void find_share(i32 rank, i32 length) {
+        end = max(length, 0);
         if (p.end_of_last) end -= p.block_tokens - 1 - token;
         end = min(max(end, 0), p.num_keys);
         const i32 all = ceil_div(end, kPageKeys), share = ceil_div(all, kClusterBlocks);
@@ -136,13 +142,16 @@ struct Maps {
 };
 
 // Brings the length and the block table into L2 before an earlier kernel is done, which may yet write them there: a
-// line for each thread of the cluster.
-MLA_DEVICE void prefetch_inputs(const Token& token, i32 rank) {
+// line for each thread of the cluster. Then a page for each warp: only prefetches depend on what is read here, past L1.
+MLA_DEVICE void prefetch_inputs(Token token, i32 rank, i32 warp) {
     constexpr i32 kLineElems = 128 / sizeof(i32);
     const SelectParams& p = token.p;
     const i32 page = (rank * kThreads + (i32)threadIdx.x) * kLineElems;
     if (p.table_stride_page_elems == 1 && page < p.num_keys / kPageKeys) prefetch_global_l2(token.table(page));
-    if (threadIdx.x == 0) prefetch_global_l2(p.ends + token.sequence * p.ends_stride_block_elems);
+    token.find_share(rank, (i32)ld_global_l2_4(token.length(), true));
+    if (threadIdx.x % kWarpThreads != 0 || warp >= token.pages || token.end <= p.k) return;
+    const u32 at = ld_global_l2_4(token.table(token.first_page + warp), true);
+    if (at < (u32)p.num_pages) cp_async_bulk_prefetch_l2(p.cache + at * p.page_stride_bytes, kCodeBytes + kScaleBytes);
 }
 
 // A page outside the pool lies outside the tensor for certain: its codes and scales become zeros.
@@ -250,10 +259,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     select.digits.init();
     cluster_arrive();
     if (thread == 0) maps.prefetch();
-    prefetch_inputs(token, rank);
+    prefetch_inputs(token, rank, warp);
     griddepcontrol_wait();               // before the first read of anything that an earlier kernel may have written
     griddepcontrol_launch_dependents();  // the next kernel finds SMs: a few clusters leave most of them
-    token.find_share(rank);
+    token.find_share(rank, *token.length());
     if (rank == 0 && thread == 0) p.counts[token.row * p.counts_stride_elems] = min(token.end, p.k);
     const bool is_short = token.end <= p.k;
     if (!is_short) load_inputs(s, maps, token, warp);
