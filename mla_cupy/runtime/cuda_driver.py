@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, nullcontext
 from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.runtime import tensormap
 from mla_cupy.runtime.build import Build, BuildRequest
-from mla_cupy.runtime.device import number_of
 from mla_cupy.runtime.launching import ArgumentBlock, Dim3, LoadedKernel, PreparedLaunch, one_by_one
 from mla_cupy.runtime.remedies import INSTALL_CUPY
 
@@ -35,9 +34,6 @@ _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
 """Values of `CUlaunchAttributeID`."""
 _PORTABLE_CLUSTER = 8
 """The most blocks of a cluster that need no permission."""
-_ALL_SHARED = 100
-"""Percent. An SM divides its memory between L1 and shared memory anew only while it is idle. With one division for all
-kernels, the blocks of a dependent launch can start beside blocks that need less."""
 _NO_GUARD: AbstractContextManager[object] = nullcontext()
 
 
@@ -151,8 +147,6 @@ class CudaDriver:
                 function = raw.kernel
                 if smem > 0:
                     raw.max_dynamic_shared_size_bytes = smem
-                if number_of(build.info["arch"]) >= 90:  # dependent launches
-                    raw.preferred_shared_memory_carveout = _ALL_SHARED
                 if int(build.facts.get("cluster", 1)) > _PORTABLE_CLUSTER:
                     self._allow_large_clusters(function.ptr)
             except self._cupy.cuda.driver.CUDADriverError as error:

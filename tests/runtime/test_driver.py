@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -175,7 +174,7 @@ class FakeCupy:
 
     def __init__(self) -> None:
         self.modules: dict[str, bytes] = {}
-        self.set: dict[str, list[int]] = defaultdict(list)
+        self.smem: list[int] = []
         runtime = SimpleNamespace(getDevice=lambda: 0)
         fault = type("CUDADriverError", (RuntimeError,), {"status": 209})
         self.cuda = SimpleNamespace(runtime=runtime, driver=SimpleNamespace(CUDADriverError=fault))
@@ -191,7 +190,8 @@ class FakeCupy:
             kernel = SimpleNamespace(ptr=0x99)
 
             def __setattr__(self, name: str, value: int) -> None:
-                outer.set[name].append(value)
+                assert name == "max_dynamic_shared_size_bytes"
+                outer.smem.append(value)
 
         return SimpleNamespace(get_function=lambda entry: Raw())
 
@@ -218,11 +218,10 @@ def test_load_gives_every_image_a_path_of_its_own(
     if not memfd:
         monkeypatch.setattr(cuda_driver.os, "memfd_create", missing)
     cubin = compile_kernel(TINY_REQUEST).cubin
-    info: dict[str, Any] = {"entry": "mla_tiny", "arch": "sm_90a", "facts": {}}
-    first = loading.load(Build(cubin, b"", {**info, "facts": {"smem_bytes": 2048}}), 0)
-    loading.load(Build(cubin + b"\0", b"", {**info, "arch": "sm_80"}), 0)
+    first = loading.load(Build(cubin, b"", {"entry": "mla_tiny", "facts": {"smem_bytes": 2048}}), 0)
+    loading.load(Build(cubin + b"\0", b"", {"entry": "mla_tiny", "facts": {}}), 0)
     assert list(loading._cupy.modules.values()) == [cubin, cubin + b"\0"]
-    assert loading._cupy.set == {"max_dynamic_shared_size_bytes": [2048], "preferred_shared_memory_carveout": [100]}
+    assert loading._cupy.smem == [2048]
     assert (first.handle, first.context, first.device) == (0x99, 0xC0, 0)
     assert first.owner is not None
     assert len(set(loading._images)) == 2
