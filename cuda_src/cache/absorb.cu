@@ -37,7 +37,6 @@ constexpr i32 kMinColumns = 64;                                             // f
 constexpr i32 kTile = 16;                                                   // tokens of a product
 constexpr i32 kStep = __CUDA_ARCH__ >= 800 ? 2 * kTile : kTile;             // tokens at a time
 constexpr i32 kStages = 2;                                                  // tokens at work, and the next ones
-constexpr bool kHeld = __CUDA_ARCH__ >= 800;                                // warps keep W_UK in registers
 constexpr i32 kColumnsPitch = kMaxColumns + 8, kNopePitch = kMaxDNope + 8;  // ldmatrix then uses every bank
 constexpr i32 kSlice = 64;                                                  // d_nope is a multiple of it
 constexpr i32 kBlocksPerSm = kMaxDNope <= 128 ? 4 : 2;
@@ -72,13 +71,10 @@ MLA_FACT(max_columns, kMaxColumns);
 MLA_FACT(max_d_nope, kMaxDNope);
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
-// Where W_UK moves to registers, every other step has its place: with heads of up to 128, a block then fits beside one
-// of attention with 16 rows.
 struct Storage {
     alignas(16) u16 w_uk[kMaxDNope][kColumnsPitch];
-    alignas(16) u16 q[kHeld ? 1 : kStages][kStep][kNopePitch];
+    alignas(16) u16 q[kStages][kStep][kNopePitch];
 };
-static_assert(kStep * kNopePitch <= kMaxDNope * kColumnsPitch, "queries fit into the place of W_UK");
 
 MLA_FACT(smem_bytes, sizeof(Storage));
 
@@ -101,10 +97,7 @@ struct Block {
     MLA_DEVICE u16* out(i32 token) const {
         return p.absorbed + token * p.absorbed_stride_t_elems + head * p.absorbed_stride_h_elems;
     }
-    MLA_DEVICE u16* queries(i32 first_token) const {
-        const i32 stage = (first_token - first) / kStep % kStages;
-        return kHeld && stage > 0 ? s.w_uk[0] : s.q[stage][0];
-    }
+    MLA_DEVICE u16* queries(i32 first_token) const { return s.q[(first_token - first) / kStep % kStages][0]; }
 };
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
@@ -302,15 +295,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fetch_w_uk(block);
     fetch_queries(block, block.first);
     commit_copies();
+    fetch_queries(block, block.first + kStep);
+    commit_copies();
     prepare_rope(block);
-    wait_for_copies<0>();
+    wait_for_copies<1>();  // except the next queries
     __syncthreads();
     const Weights weights(block);
-    if (block.first + kStep < block.end) {
-        __syncthreads();  // W_UK has been read
-        fetch_queries(block, block.first + kStep);
-    }
-    commit_copies();
     for (i32 first = block.first; first < block.end; first += kStep) {
         multiply(block, weights, first);
         if (first + kStep >= block.end) break;

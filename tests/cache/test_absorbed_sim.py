@@ -110,7 +110,7 @@ test_is_caught, test_as_it_is = mutant_suite(
         partial(check, FEW, ("random", 1)),
     ],
     {
-        "bar.sync": (4, [0, 1]),
+        "bar.sync": (3, [0, 1]),
         "cp.async.wait_group": (2, [0, 1]),
         "cp.async.commit_group": (3, [0, 1]),
     },

@@ -488,7 +488,7 @@ test_is_caught_of_absorption, test_as_it_is_of_absorption = mutant_suite(
     "cache_absorb",
     [partial(check_absorb, 67, 1, 64, "bfloat16", True, 1, mode) for mode in MODES[:3]],
     {
-        "bar.sync": (4, [0, 2]),
+        "bar.sync": (3, [0, 1]),
         "cp.async.wait_group": (2, [0]),
     },
     TEXTS_OF_ABSORPTION,
