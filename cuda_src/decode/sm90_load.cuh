@@ -4,7 +4,6 @@
 #include "attention/split_work.cuh"
 #include "ptx/control.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/load.cuh"
 
 namespace mla::decode {
 using namespace attention;
@@ -209,33 +208,6 @@ struct TileBoxes {
 MLA_DEVICE i32 tokens_of_box(const DecodeParams& p, i32 most) {
     while (p.page_size % most != 0) most /= 2;
     return most;
-}
-
-// Brings the keys of a split's first tiles into L2 before an earlier kernel is done, which may yet change what leads to
-// them: that is read past L1, and only prefetches depend on it. Called by a warp.
-template <class Tile, class Block>
-MLA_DEVICE void prefetch_first_keys(const Block& block, i32 lane) {
-    constexpr i32 kTiles = 2;
-    const DecodeParams& p = block.p;
-    const auto read = [](const i32* from) { return (i32)ld_global_l2_4(from, true); };
-    const SchedulePoint *const begin = p.schedule + block.split, *const end = begin + 1;
-    const i32 request = read(&begin->request), last_request = read(&end->request);
-    const i32 first = read(&begin->tile), last = read(&end->tile);
-    if ((u32)request >= (u32)p.b) return;
-    const i32 seqlen = read(p.seqlens + request * p.seqlens_stride_elems);
-    const i64 most = (i64)p.max_pages * p.page_size;
-    const i32 tokens = request_length(seqlen, most, p.cp_world, p.cp_rank).tokens;
-#pragma unroll
-    for (i32 i = 0; i < kTiles * kTileTokens; i += kWarpThreads) {
-        const u32 tile = (u32)first + i / kTileTokens, token = tile * kTileTokens + i % kTileTokens + lane;
-        if (token >= (u32)tokens || (request == last_request && tile >= (u32)last)) continue;
-        const u32 index = token / p.page_size;
-        const i32* entry = p.block_table + request * p.table_stride_b_elems + index * p.table_stride_page_elems;
-        const i32 page = read(entry);
-        if ((u32)page >= (u32)p.num_pages) continue;
-        const u16* row = p.kv + page * p.kv_stride_page_elems + (token - index * p.page_size) * p.kv_stride_token_elems;
-        cp_async_bulk_prefetch_l2(row + block.kv_head * p.kv_stride_h_elems, Tile::kHeadDimQk * (u32)sizeof(u16));
-    }
 }
 
 // `load_tile(boxes, item, tile)` fetches one tile.

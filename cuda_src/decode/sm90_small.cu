@@ -100,12 +100,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncthreads();
     prefetch_inputs<Work, ItemRows<Work>::kLatentLines<Small>>(p);
-    const i32 warp = uniform_warp();
-    if constexpr (!Work::kForms) {
-        if (warp == kLoadWarp && p.new_tokens < 0) prefetch_first_keys<Small>(block, threadIdx.x % kWarpThreads);
-    }
     wait_for_inputs<Small>(p);
 
+    const i32 warp = uniform_warp();
+
+    const i32 warp = uniform_warp();
     if (warp < kLoadWarp) {
         run_math_role(block, threadIdx.x);
     } else if (warp == kLoadWarp) {
