@@ -103,8 +103,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     wait_for_inputs<Small>(p);
 
     const i32 warp = uniform_warp();
-
-    const i32 warp = uniform_warp();
     if (warp < kLoadWarp) {
         run_math_role(block, threadIdx.x);
     } else if (warp == kLoadWarp) {
