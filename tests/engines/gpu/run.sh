@@ -54,8 +54,8 @@ sparse() {
 
 # Steps of few requests. All processes start at once; each is timed alone.
 few() {
-    local how="speed --graphs --batch 1,4 --context 4096,16384 --layers 16 --trace" dense="CUSTOM,FLASHMLA,FLASH_ATTN_MLA"
-    local at_once="--cache 4 --at-once 4 --timeout 500" sparse="--sparse --kv fp8_ds_mla --older-runner"
+    local how="speed --graphs --batch 1,4 --context 16384,4096 --layers 16 --trace" dense="CUSTOM,FLASHMLA,FLASH_ATTN_MLA"
+    local at_once="--cache 2 --at-once 4 --timeout 500" sparse="--sparse --kv fp8_ds_mla --older-runner"
     local stock="FLASHMLA_SPARSE"
     # shellcheck disable=SC2086
     {
