@@ -177,8 +177,8 @@ def test_processes_are_timed_one_by_one(tmp_path: Path) -> None:
     first, second, gone = (check.get_ready(tmp_path) for _ in range(3))
     done: list[str] = []
 
-    def timed(turn: Any, name: str) -> None:
-        check.await_turn(turn)
+    def timed(starting: Any, name: str) -> None:
+        turn = check.await_turn(starting)
         done.append(f"{name} begins")
         time.sleep(0.05)
         done.append(f"{name} ends")
@@ -186,16 +186,22 @@ def test_processes_are_timed_one_by_one(tmp_path: Path) -> None:
 
     threads = [threading.Thread(target=timed, args=x) for x in ((first, "first"), (second, "second"))]
     threads[0].start()
-    time.sleep(0.05)
+    time.sleep(0.1)
     assert not done
     gone.close()
-    time.sleep(0.05)
+    time.sleep(0.1)
     assert not done
     threads[1].start()
     for thread in threads:
         thread.join(10)
     assert len(done) == 4
     assert all(done[at].split()[0] == done[at + 1].split()[0] for at in (0, 2))
+
+
+def test_who_hangs_is_not_awaited_for_ever(tmp_path: Path) -> None:
+    ready, hanging = check.get_ready(tmp_path), check.get_ready(tmp_path)
+    check.await_turn(ready, patience=0.2).close()
+    assert not hanging.closed
 
 
 def test_selections_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,8 @@ VARIANTS = {
     "dense": {},
 }
 """Suffixes of a backend's name, with the environment variables that each stands for."""
+PATIENCE = 180.0
+"""Seconds for which a process that is ready waits for those that are not."""
 SEQUENCES = 64
 """Sequences that the engine of `speed` has plans and graphs for, however few are timed."""
 PREFILLED = 65536
@@ -263,7 +265,7 @@ def speed(options: argparse.Namespace, backend: str, heads: int) -> dict[str, An
 
     batches, contexts = several(options.batch), several(options.context)
     made = engine(options, backend, heads, max(contexts) + LONG + SHORT, max(SEQUENCES, *batches))
-    await_turn(options.turn)
+    options.turn = await_turn(options.starting)
     draw, steps = random.Random(2), {}
     for context in contexts:
         given = [
@@ -322,15 +324,30 @@ def variants_of(backend: str) -> set[str]:
 
 
 def get_ready(folder: Path) -> Any:
-    """Say that this process is starting; the file that says so ends with the process."""
-    turn = (folder / "turn").open("w")
-    fcntl.flock(turn, fcntl.LOCK_SH)
-    return turn
+    """Say that this process is starting; the file that says so is locked until it is ready, or ends."""
+    starting = (folder / "starting").open("w")
+    fcntl.flock(starting, fcntl.LOCK_SH)
+    return starting
 
 
-def await_turn(turn: Any) -> None:
-    """Wait until every process of the folder is ready, or gone, and none is timed; then be the one that is."""
+def await_turn(starting: Any, patience: float = PATIENCE) -> Any:
+    """Wait until every process of the folder is ready, or gone; then be the one that is timed.
+
+    Who hangs does not hold up the others for longer than `patience` seconds. The turn lasts as long as the file that is
+    returned.
+    """
+    fcntl.flock(starting, fcntl.LOCK_UN)
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(starting, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            time.sleep(0.05)
+    fcntl.flock(starting, fcntl.LOCK_UN)
+    turn = Path(starting.name).with_name("turn").open("w")
     fcntl.flock(turn, fcntl.LOCK_EX)
+    return turn
 
 
 def prefill_times(made: Any, options: argparse.Namespace) -> list[float]:
@@ -396,7 +413,7 @@ def main(given: list[str]) -> int:
     options = arguments(given)
     if options.one:
         result, options.out = options.out, options.out.parent
-        options.turn = get_ready(options.out)
+        options.starting = get_ready(options.out)
         if options.cpu:
             stand_in()
         found = {"tokens": tokens, "speed": speed}[options.what](options, options.one, int(options.heads))
