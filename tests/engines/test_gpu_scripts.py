@@ -178,11 +178,10 @@ def test_processes_are_timed_one_by_one(tmp_path: Path) -> None:
     done: list[str] = []
 
     def timed(starting: Any, name: str) -> None:
-        turn = check.await_turn(starting)
-        done.append(f"{name} begins")
-        time.sleep(0.05)
-        done.append(f"{name} ends")
-        turn.close()
+        with starting, check.await_turn(starting):
+            done.append(f"{name} begins")
+            time.sleep(0.05)
+            done.append(f"{name} ends")
 
     threads = [threading.Thread(target=timed, args=x) for x in ((first, "first"), (second, "second"))]
     threads[0].start()
@@ -199,9 +198,8 @@ def test_processes_are_timed_one_by_one(tmp_path: Path) -> None:
 
 
 def test_who_hangs_is_not_awaited_for_ever(tmp_path: Path) -> None:
-    ready, hanging = check.get_ready(tmp_path), check.get_ready(tmp_path)
-    check.await_turn(ready, patience=0.2).close()
-    assert not hanging.closed
+    with check.get_ready(tmp_path) as ready, check.get_ready(tmp_path):
+        check.await_turn(ready, patience=0.2).close()
 
 
 def test_selections_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
