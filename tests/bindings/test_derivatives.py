@@ -303,6 +303,7 @@ def test_the_largest_logits_are_constants(torch: Any, of_torch: Any) -> None:
 # ---- Inside of torch.compile -------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("transform", ["grad", "jvp"])
 def test_compiled_transforms_raise(torch: Any, of_torch: Any, transform: str) -> None:
     value, q = of_one(torch, of_torch, decode(), "q")

@@ -102,6 +102,7 @@ def in_torch(torch: Any, of_torch: Any, call: BoundCall, rng: np.random.Generato
     return run, chosen is by_operator
 
 
+@pytest.mark.one_in(2)
 @on_cpu
 @pytest.mark.parametrize("count", numbers(20, 300))
 @every_call
@@ -164,6 +165,7 @@ def compare_in_torch(torch: Any, of_torch: Any, call: BoundCall, seed: int, devi
             one.assert_nothing_beside()
 
 
+@pytest.mark.one_in(2)
 @on_cpu
 @pytest.mark.parametrize("count", numbers(3, 40))
 @pytest.mark.parametrize("call", CALLS_OF_JAX, ids=lambda call: call.id)

@@ -52,6 +52,7 @@ def check(got: Any, wanted: tuple[Array | None, ...]) -> None:
             assert_same(np.asarray(x), expected)
 
 
+@pytest.mark.one_in(2)
 @every_call_of_jax
 @both_roads
 def test_under_jit(jax: Any, of_jax: Any, call: BoundCall, exportable: bool) -> None:

@@ -70,6 +70,7 @@ def _leaves(tree: Any) -> list[Any]:
     return [np.asarray(tree[name]).astype(np.float64) for name in sorted(tree)] if isinstance(tree, dict) else [tree]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("lengths", "chunk_tokens"), [((32,), 8), ((24, 8), 1 << 14)])
 def test_prefill(jax: Any, of_jax: Any, mesh: Any, lengths: tuple[int, ...], chunk_tokens: int) -> None:
     """Results and gradients, of one sequence in several chunks, and of several sequences."""

@@ -42,7 +42,7 @@ IDS = {
 }
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("case", IDS)
 @pytest.mark.parametrize("spare", [0, 3])
 def test_starts(jax: Any, of_jax: Any, case: str, spare: int) -> None:

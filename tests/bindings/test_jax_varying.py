@@ -62,6 +62,7 @@ def test_results_vary(jax: Any, of_jax: Any, mesh: Any, call: BoundCall) -> None
         jax.eval_shape(shared(jax, mesh, run, varying=False), twice, call.arrays)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("steps", [0, 2], ids=["once", "scan"])
 @pytest.mark.parametrize(("call", "leaves"), DIFFERENTIABLE)
 def test_gradients(jax: Any, of_jax: Any, mesh: Any, call: BoundCall, leaves: tuple[str, ...], steps: int) -> None:

@@ -85,7 +85,8 @@ def test_bits_do_not_depend_on_the_batch(case: FormCase, kernel: str | None) -> 
 @pytest.mark.parametrize("kernel", [FEW_RECORDS, MANY_RECORDS])
 def test_fp8_tokens(kernel: str) -> None:
     h_q = 40 if kernel == MANY_RECORDS else 4
-    inputs = form_inputs(replace(BOTH, base=replace(BOTH.base, record="v32", h_q=h_q, page_size=64)))
+    base = replace(BOTH.base, record="v32", h_q=h_q, page_size=64)
+    inputs = form_inputs(replace(BOTH, base=base, queries=(1, 1, 2, 1)))
     with simulated(3):
         whole = run(inputs, inputs.arrays, kernel)
     arrays, at = taken(inputs, [2, 0])

@@ -344,7 +344,7 @@ def run(inputs: FormInputs, kernel: str | None, sm_count: int, mode: tuple[str, 
     return got
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("case", "kernel"), CASES, ids=lambda value: getattr(value, "id", value))
 def test_kernels(case: FormCase, kernel: str) -> None:
     inputs, number = form_inputs(case), CASES.index((case, kernel))
@@ -361,7 +361,7 @@ def test_kernels_in_all_modes(case: FormCase, kernel: str, mode: tuple[str, int]
         check(run(inputs, kernel, sm_count, mode), inputs.exact, inputs.rounded, case.base.dtype)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("base", "kernel"), SINKS, ids=lambda value: getattr(value, "id", value))
 def test_sinks(base: DecodeCase, kernel: str) -> None:
     inputs = form_inputs(FormCase(base, sink=True))

@@ -129,7 +129,7 @@ def test_hostile_starts(kernel: str) -> None:
 
 def test_many_sequences() -> None:
     """More than a warp has lanes; the longest are first, in bins."""
-    sequences = tuple((1 + n % 3, n % 7) for n in range(70))
+    sequences = tuple((1 + n % 3, n % 7) for n in range(40))
     run(make(DenseCase(sequences)), sm_count=3)
 
 

@@ -6,6 +6,9 @@ import hashlib
 import json
 import struct
 import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +155,78 @@ def test_step_times_are_differences() -> None:
     told = check.step_times([(1.0, 2.28), (1.0, 1.64), (2.0, 4.56)])
     assert told["ms"] == pytest.approx(10.0)
     assert told["all_ms"] == pytest.approx([5.0, 10.0, 20.0])
+
+
+def test_variants_of_a_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Several add up in the process's environment."""
+    seen: dict[str, str] = {}
+
+    def run(command: list[str], env: dict[str, str], **_: Any) -> None:
+        seen.update(env)
+        Path(command[-1]).write_text('{"facts": {}}')
+
+    monkeypatch.setattr(check.subprocess, "run", run)
+    options = check.arguments(["tokens", "--out", str(tmp_path)])
+    assert check.process(options, [], "FLASHMLA_SPARSE:ours:indexer:alone", 16, 0) == {"facts": {}}
+    assert (seen["MLA_CUPY_VLLM"], seen["MLA_CUPY_ENGINE_INDEXER"]) == ("sparse", "mla_cupy")
+    assert check.variants_of("CUSTOM") == set()
+
+
+def test_processes_are_timed_one_by_one(tmp_path: Path) -> None:
+    """Nobody is timed before all are ready or gone, nor beside another."""
+    first, second, gone = (check.get_ready(tmp_path) for _ in range(3))
+    done: list[str] = []
+
+    def timed(starting: Any, name: str) -> None:
+        with starting, check.await_turn(starting):
+            done.append(f"{name} begins")
+            time.sleep(0.05)
+            done.append(f"{name} ends")
+
+    threads = [threading.Thread(target=timed, args=x) for x in ((first, "first"), (second, "second"))]
+    threads[0].start()
+    time.sleep(0.1)
+    assert not done
+    gone.close()
+    time.sleep(0.1)
+    assert not done
+    threads[1].start()
+    for thread in threads:
+        thread.join(10)
+    assert len(done) == 4
+    assert all(done[at].split()[0] == done[at + 1].split()[0] for at in (0, 2))
+
+
+def test_who_hangs_is_not_awaited_for_ever(tmp_path: Path) -> None:
+    with check.get_ready(tmp_path) as ready, check.get_ready(tmp_path):
+        check.await_turn(ready, patience=0.2).close()
+
+
+def test_selections_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of the second call differs in an index."""
+    torch = pytest.importorskip("torch")
+
+    def keep(indices: Any, logits: Any, count: int, ke: Any) -> None:
+        assert (tuple(logits.shape), count, ke.tolist()) == ((2, 9), 3, [7, 8])
+        indices.copy_(torch.tensor([[0, 1, 2], [4, 5, 6]]))
+
+    def select(*scored: Any, topk: int, slots: bool, indices: Any) -> str:
+        assert (topk, slots) == (3, False)
+        indices[:] = torch.tensor([[[0, 1, 2]], [[4, 5, wrong]]])
+        return "selected"
+
+    ours = {
+        "indexer_select_paged": select,
+        "indexer_logits_paged": lambda *scored, clean: torch.zeros(2, 1, 9),
+        "_keep": keep,
+    }
+    install_modules(monkeypatch, {"mla_cupy.integrations.vllm_indexer": ours})
+    counted = check.compare_selections()
+    module = sys.modules["mla_cupy.integrations.vllm_indexer"]
+    for wrong, differ in ((6, 0), (7, 1)):
+        memory = torch.zeros(2, 1, 3, dtype=torch.int32)
+        scored = None, None, None, torch.tensor([[7], [8]]), None
+        assert module.indexer_select_paged(*scored, topk=3, slots=False, indices=memory) == "selected"
+        assert memory[1, 0].tolist() == [4, 5, wrong]
+        assert int(counted["rows that differ"]) == differ
+    assert int(counted["rows"]) == 4

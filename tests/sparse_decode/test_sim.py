@@ -31,7 +31,7 @@ from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("case", [*CASES, *NOPE_CASES, *V41_CASES], ids=str)
 def test_equals_the_oracle(case: SparseDecodeCase) -> None:
     with simulated(case.sm_count):

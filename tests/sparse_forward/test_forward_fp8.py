@@ -141,7 +141,7 @@ def test_a_launch(recorder: Recorder) -> None:
 # ---- The kernel in the simulator -------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_kernel(case: RecordCase) -> None:
     inputs, number = inputs_of(case), CASES.index(case)

@@ -73,7 +73,7 @@ def run(
     return got, target.launched
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 def test_hopper_kernels(case: SparseCase, kernel: str, mode: tuple[str, int], sm_count: int) -> None:
     run(make(case), kernel, sm_count, mode)
 

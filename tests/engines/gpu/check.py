@@ -7,11 +7,15 @@
     python -m tests.engines.gpu.check tokens --backends TRITON_MLA,CUSTOM,CUSTOM:engine-prefill
     python -m tests.engines.gpu.check tokens --sparse --kv fp8_ds_mla --backends FLASHMLA_SPARSE,FLASHMLA_SPARSE:ours
     python -m tests.engines.gpu.check speed --graphs --heads 16,128 --backends FLASH_ATTN_MLA,FLASHMLA,CUSTOM
+    python -m tests.engines.gpu.check speed --graphs --batch 1,4 --context 4096,16384 --cache 4 --at-once 3
 
-A backend's name may be followed by a colon and a variant of ours: `engine-prefill`, `fp8-math`, `ours`, which puts
-ours in the place of FLASHMLA_SPARSE, `indexer`, which selects by ours, or `both`; of any backend `alone`, which gives
-it one request at a time: other shapes, other roundings, and nothing else. With --sparse, `dense` is of a dense backend,
+A backend's name may be followed by variants, each after a colon: of ours `engine-prefill`, `fp8-math`, `ours`, which
+puts ours in the place of FLASHMLA_SPARSE, and `indexer`, which selects by ours; of any backend `alone`, which gives it
+one request at a time: other shapes, other roundings, and nothing else. With --sparse, `dense` is of a dense backend,
 for the same weights without the indexer's: where --topk is no less than the longest prompt, both attend to all tokens.
+
+With `indexer` each decode step that selects in one call selects by two calls, too: `selections` counts the rows of all
+layers and the rows that differ, replayed graphs included.
 
 With --by-position what a query of a sparse model attends to is chosen by its position, not by the indexer's scores:
 near scores fall either way from run to run, and selections would be compared, not what is made of them.
@@ -19,14 +23,16 @@ near scores fall either way from run to run, and selections would be compared, n
 With vLLM before 0.28 take --older-runner, or --no-prefix-cache with --step-tokens that no prompt is cut by: its second
 runner loses cached prefixes and the first parts of prompts that are prefilled in parts, wherever prefill is vLLM's.
 
-Each backend runs in a process of its own, one after another, or several --at-once where only tokens count; the first of
-the list is the reference, which is named twice to see whether it agrees with itself. Results and logs are in --out.
+Each backend runs in a process of its own, one after another, or several --at-once; the first of the list is the
+reference, which is named twice to see whether it agrees with itself. Results and logs are in --out. Processes with the
+same --out, whoever starts them, get ready at once, and `speed` then times them one by one, with nothing else running.
 With --cpu it is rehearsed without a GPU, on CUTLASS_MLA,CUSTOM.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -50,16 +56,18 @@ MEMORY = 0.6
 """Share of the GPU's: room for the allocator of a process that ends while the next one starts."""
 GIB = 1 << 30
 VARIANTS = {
-    "": {},
     "engine-prefill": {"MLA_CUPY_ENGINE_PREFILL": "engine"},
     "fp8-math": {"MLA_CUPY_ENGINE_MATH": "fp8"},
     "ours": {"MLA_CUPY_VLLM": "sparse"},
     "indexer": {"MLA_CUPY_ENGINE_INDEXER": "mla_cupy"},
-    "both": {"MLA_CUPY_ENGINE_INDEXER": "mla_cupy", "MLA_CUPY_VLLM": "sparse"},
     "alone": {},
     "dense": {},
 }
 """Suffixes of a backend's name, with the environment variables that each stands for."""
+PATIENCE = 180.0
+"""Seconds for which a process that is ready waits for those that are not."""
+SEQUENCES = 64
+"""Sequences that the engine of `speed` has plans and graphs for, however few are timed."""
 PREFILLED = 65536
 """Tokens of the prompts whose prefill is timed, together."""
 SHORT, LONG = 32, 160
@@ -86,9 +94,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--step-tokens", type=int, default=0, help="of all requests (default: 1024, of `speed` 8192)")
     parser.add_argument("--heads", default="16")
     parser.add_argument("--batch", default="64", help="requests of `speed`, or several numbers of them")
-    parser.add_argument("--context", type=int, default=8192, help="tokens of each of them")
+    parser.add_argument("--context", default="64,8192", help="tokens of each of them, or several numbers")
     parser.add_argument("--layers", type=int, default=0, help="of the model (default: 2, of `speed` 24)")
-    parser.add_argument("--trace", action="store_true", help="the kernels of a step of `speed`, by PyTorch's profiler")
+    parser.add_argument("--trace", action="store_true", help="the kernels of a step with the last context")
     parser.add_argument("--new", type=int, default=48, help="tokens that `tokens` generates")
     parser.add_argument("--prompts", type=int, default=len(LENGTHS), help="of `tokens`, all at once")
     parser.add_argument("--longest", type=int, default=max(LENGTHS), help="tokens of the longest prompt")
@@ -138,7 +146,7 @@ def engine(options: argparse.Namespace, backend: str, heads: int, longest: int, 
     from vllm import LLM
 
     layers = options.layers or (2 if options.what == "tokens" else 24)
-    twin = backend.endswith(":dense")
+    twin = "dense" in variants_of(backend)
     name = f"h{heads}-l{layers}" + "-drafting" * bool(options.drafts) + "-sparse" * options.sparse
     name += f"-topk{options.topk}" * bool(options.topk) + "-twin" * twin
     if options.by_position:
@@ -188,6 +196,28 @@ def select_by_position() -> None:
     Indexer.forward = forward
 
 
+def compare_selections() -> dict[str, Any]:
+    """Have decode steps that select in one call select by two, too; what differs is counted on the device."""
+    import torch
+
+    from mla_cupy.integrations import vllm_indexer as ours
+
+    select, device = ours.indexer_select_paged, "cuda" if torch.cuda.is_available() else "cpu"
+    counted = {name: torch.zeros((), dtype=torch.int64, device=device) for name in ("rows", "rows that differ")}
+
+    def both(*scored: Any, topk: int, slots: bool, indices: Any) -> Any:
+        found = select(*scored, topk=topk, slots=slots, indices=indices)
+        again, rows = torch.empty_like(indices).flatten(0, 1), indices.flatten(0, 1)
+        logits = ours.indexer_logits_paged(*scored, clean=False)
+        ours._keep(again, logits.flatten(0, 1), topk, ke=scored[3].reshape(-1))
+        counted["rows"] += len(rows)
+        counted["rows that differ"] += (again != rows).any(dim=1).sum()
+        return found
+
+    ours.indexer_select_paged = both
+    return counted
+
+
 def facts(made: Any) -> dict[str, Any]:
     """The configuration that really runs, read from the engine."""
     config = made.llm_engine.vllm_config
@@ -217,24 +247,27 @@ def tokens(options: argparse.Namespace, backend: str, heads: int) -> dict[str, A
     """Greedy tokens in two rounds: the second finds its prompts in the prefix cache."""
     from vllm import SamplingParams
 
-    counted = backend.startswith("CUSTOM") or backend.endswith((":ours", ":both", ":indexer"))
-    shapes = count_our_calls() if counted else {}
+    variants = variants_of(backend)
+    shapes = count_our_calls() if backend.startswith("CUSTOM") or {"ours", "indexer"} & variants else {}
+    selections = compare_selections() if "indexer" in variants else {}
     made = engine(options, backend, heads, options.longest + options.new + 8, max(32, options.prompts))
     wanted = SamplingParams(temperature=0, max_tokens=options.new, ignore_eos=True, logprobs=4, detokenize=False)
     given = [{"prompt_token_ids": x} for x in prompts(options.longest, options.prompts)]
-    batches = [[x] for x in given] if backend.endswith(":alone") else [given]
+    batches = [[x] for x in given] if "alone" in variants else [given]
     rounds = [[told(x) for batch in batches for x in made.generate(batch, wanted, use_tqdm=False)] for _ in range(2)]
-    return {"facts": facts(made), "shapes": dict(shapes), "rounds": rounds}
+    found = {name: int(count) for name, count in selections.items()}
+    return {"facts": facts(made), "shapes": dict(shapes), "selections": found, "rounds": rounds}
 
 
 def speed(options: argparse.Namespace, backend: str, heads: int) -> dict[str, Any]:
     """Milliseconds of a decode step, with a short context and with a long one."""
     from vllm import SamplingParams
 
-    batches = batches_of(options)
-    made = engine(options, backend, heads, options.context + LONG + SHORT, max(batches))
+    batches, contexts = several(options.batch), several(options.context)
+    made = engine(options, backend, heads, max(contexts) + LONG + SHORT, max(SEQUENCES, *batches))
+    options.turn = await_turn(options.starting)
     draw, steps = random.Random(2), {}
-    for context in (64, options.context):
+    for context in contexts:
         given = [
             {"prompt_token_ids": [draw.randrange(VOCABULARY) for _ in range(context)]} for _ in range(max(batches))
         ]
@@ -250,9 +283,7 @@ def speed(options: argparse.Namespace, backend: str, heads: int) -> dict[str, An
             seconds(SHORT, batch)
             told = step_times([(seconds(SHORT, batch), seconds(LONG, batch)) for _ in range(3)])
             if not options.cpu:
-                told |= apart(
-                    lambda n=SHORT, batch=batch: seconds(n, batch), options.trace and context == options.context
-                )
+                told |= apart(lambda n=SHORT, batch=batch: seconds(n, batch), options.trace and context == contexts[-1])
             steps[f"b{batch} {context}"] = told
     return {"facts": facts(made), "steps": steps, "prefill_ms": prefill_times(made, options)}
 
@@ -282,22 +313,52 @@ def apart(run: Any, trace: bool) -> dict[str, Any]:
     return told
 
 
-def batches_of(options: argparse.Namespace) -> list[int]:
-    """Numbers of requests, each of which is timed."""
-    return [int(x) for x in str(options.batch).split(",")]
+def several(numbers: str) -> list[int]:
+    """Numbers of an argument."""
+    return [int(x) for x in numbers.split(",")]
+
+
+def variants_of(backend: str) -> set[str]:
+    """What is special about a backend, by its name."""
+    return set(backend.split(":")[1:])
+
+
+def get_ready(folder: Path) -> Any:
+    """Say that this process is starting; the file that says so is locked until it is ready, or ends."""
+    starting = (folder / "starting").open("w")
+    fcntl.flock(starting, fcntl.LOCK_SH)
+    return starting
+
+
+def await_turn(starting: Any, patience: float = PATIENCE) -> Any:
+    """Wait until every process of the folder is ready, or gone; then be the one that is timed.
+
+    Who hangs does not hold up the others for longer than `patience` seconds. The turn lasts as long as the file that is
+    returned.
+    """
+    fcntl.flock(starting, fcntl.LOCK_UN)
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(starting, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            time.sleep(0.05)
+    fcntl.flock(starting, fcntl.LOCK_UN)
+    turn = Path(starting.name).with_name("turn").open("w")
+    fcntl.flock(turn, fcntl.LOCK_EX)
+    return turn
 
 
 def prefill_times(made: Any, options: argparse.Namespace) -> list[float]:
     """Milliseconds of prompts that no cache has, with one token that is generated: shortest first."""
     from vllm import SamplingParams
 
-    draw, found = random.Random(3), []
+    draw, found, context = random.Random(3), [], several(options.context)[-1]
     wanted = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     for _ in range(3):
-        count = max(1, min(max(batches_of(options)), PREFILLED // options.context))
-        given = [
-            {"prompt_token_ids": [draw.randrange(VOCABULARY) for _ in range(options.context)]} for _ in range(count)
-        ]
+        count = max(1, min(max(several(options.batch)), PREFILLED // context))
+        given = [{"prompt_token_ids": [draw.randrange(VOCABULARY) for _ in range(context)]} for _ in range(count)]
         begun = time.perf_counter()
         made.generate(given, wanted, use_tqdm=False)
         found.append((time.perf_counter() - begun) * 1e3)
@@ -330,7 +391,9 @@ def process(options: argparse.Namespace, given: list[str], backend: str, heads: 
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "tests.engines.gpu.check", *given, "--heads", str(heads)]
     command += ["--one", backend, "--out", str(result)]
-    environment = {**os.environ, **VARIANTS[backend.partition(":")[2]]}
+    environment = dict(os.environ)
+    for variant in variants_of(backend):
+        environment |= VARIANTS[variant]
     with log.open("w") as file:
         try:
             where: Any = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment}
@@ -350,6 +413,7 @@ def main(given: list[str]) -> int:
     options = arguments(given)
     if options.one:
         result, options.out = options.out, options.out.parent
+        options.starting = get_ready(options.out)
         if options.cpu:
             stand_in()
         found = {"tokens": tokens, "speed": speed}[options.what](options, options.one, int(options.heads))
@@ -370,6 +434,8 @@ def main(given: list[str]) -> int:
         for name, found in zip(names, results, strict=True):
             if found and options.what == "tokens":
                 print(f"h{heads} {name}, from cached prefixes against not: {json.dumps(between_rounds(found))}")
+                print(f"h{heads} {name}, selections: {json.dumps(found['selections'])}")
+                status |= bool(found["selections"].get("rows that differ"))
         for name, found in zip(names[1:], results[1:], strict=True):
             if found and results[0] and options.what == "tokens":
                 said = compared(results[0], found)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On the machine with the GPU, from anywhere: unpacks the parcel that this lies in, and runs one list of checks.
-#   bash PARCEL/run.sh dense_tokens|dense_speed|dense|sparse|sglang [FOLDER FOR RESULTS]
+#   bash PARCEL/run.sh dense_tokens|dense_speed|dense|sparse|few|sglang [FOLDER FOR RESULTS]
 # Each check has a time limit of its own; what failed does not keep the rest from running. Afterwards the folder has
 # NAME.log, the lines that were printed, and NAME.tgz, the results and logs of every process.
 set -uo pipefail
@@ -50,6 +50,23 @@ sparse() {
     # shellcheck disable=SC2086
     check tokens --graphs --heads 64 --kv auto --backends "$both" $at_once
     check speed --sparse --graphs --heads 16,128 --kv fp8_ds_mla --backends FLASHMLA_SPARSE:ours,FLASHMLA_SPARSE
+}
+
+# Steps of few requests. All processes start at once; each is timed alone.
+few() {
+    local how="speed --graphs --batch 1,4 --context 16384,4096 --layers 16 --trace" dense="CUSTOM,FLASHMLA,FLASH_ATTN_MLA"
+    local at_once="--cache 2 --at-once 4 --timeout 500" sparse="--sparse --kv fp8_ds_mla --older-runner"
+    local stock="FLASHMLA_SPARSE"
+    # shellcheck disable=SC2086
+    {
+        check tokens --graphs $sparse $at_once --no-prefix-cache --heads 16 --backends "$stock:indexer:alone" &
+        check $how $at_once --heads 128 --backends "$dense" &
+        check $how $at_once --heads 16 --backends "$dense" &
+        check $how $at_once $sparse --topk 2048 --heads 16 --backends "$stock,$stock:ours:indexer" &
+        check $how $at_once $sparse --topk 2048 --heads 128 \
+            --backends "$stock,$stock:ours,$stock:indexer,$stock:ours:indexer" &
+        wait
+    }
 }
 
 sglang_check() {

@@ -37,7 +37,7 @@ from typing import Any
 
 from tests.engines.cpu.cases import NEAR, between_rounds, compared
 from tests.engines.gpu import replays
-from tests.engines.gpu.check import LENGTHS, LONG, SHORT, VARIANTS, VOCABULARY, batches_of, prompts, step_times
+from tests.engines.gpu.check import LENGTHS, LONG, SHORT, VARIANTS, VOCABULARY, prompts, several, step_times
 from tests.engines.model import build
 
 MANY = 8
@@ -77,7 +77,7 @@ def engine_options(options: argparse.Namespace, backend: str) -> dict[str, Any]:
         "prefill_attention_backend": options.prefill,
         "kv_cache_dtype": options.kv,
         "context_length": longest + 8,
-        "max_running_requests": max(batches_of(options)) if options.speed else 32,
+        "max_running_requests": max(several(options.batch)) if options.speed else 32,
         "page_size": 64,
     }
     if options.chunk:
@@ -119,7 +119,7 @@ def tokens(options: argparse.Namespace, engine: Any) -> dict[str, Any]:
 
 def speed(options: argparse.Namespace, engine: Any, keep: Callable[[dict[str, Any]], None]) -> None:
     """Milliseconds of a decode step; then, with graphs, of its graph."""
-    draw, batches = random.Random(2), batches_of(options)
+    draw, batches = random.Random(2), several(options.batch)
     given = [[draw.randrange(VOCABULARY) for _ in range(options.context)] for _ in range(max(batches))]
 
     def seconds(count: int, batch: int) -> float:

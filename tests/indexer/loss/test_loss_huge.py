@@ -97,6 +97,7 @@ def test_warmup(kernel: str, case: LossCase) -> None:
     run_warmup(kernel, case, simulated(2, (9, 0), mode="random"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kernel", LISTS)
 def test_sparse(kernel: str) -> None:
     run_sparse(kernel, simulated(2, (9, 0), mode="random"))

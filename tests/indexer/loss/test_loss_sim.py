@@ -127,7 +127,7 @@ def run_hopper(case: LossCase, mode: tuple[str, int], **options: Any) -> tuple[A
     return got
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=lambda case: case.id)
 def test_hopper(case: LossCase) -> None:
     run_hopper(case, MODES[HOPPER_CASES.index(case)])

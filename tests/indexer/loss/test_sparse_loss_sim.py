@@ -64,7 +64,7 @@ def run_hopper(case: SparseLossCase, mode: tuple[str, int], **options: Any) -> t
     return got
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=lambda case: case.id)
 def test_hopper(case: SparseLossCase) -> None:
     at = HOPPER_CASES.index(case)

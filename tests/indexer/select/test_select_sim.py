@@ -39,7 +39,7 @@ def logits_of(inputs: dict[str, Array]) -> Array:
     return found
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_selects_as_two_launches_do(case: SelectCase, mode: tuple[str, int]) -> None:
@@ -60,6 +60,7 @@ def test_hostile_lengths() -> None:
     check(case, inputs, select(case, inputs, ("early", 0)), logits_of(inputs))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_digits_begin_anew(sign: int) -> None:
     """Logits outside of the windows of the first digit: huge ones of both signs."""
@@ -72,7 +73,6 @@ def test_digits_begin_anew(sign: int) -> None:
 def test_strides_and_given_arrays() -> None:
     case = SelectCase(PagedCase(b=2, s_q=2, h=3, seqlens=(300, 200)), topk=50)
     inputs = case.inputs()
-    wanted = select(case, inputs, ("early", 0))
     apart = {"weights": np.zeros((4, 2, 9), np.float32)[::2, :, ::3], "seqlens": np.zeros((2, 3), np.int32)[:, 1]}
     table = inputs["block_table"]
     apart["block_table"] = np.zeros((2, 2 * table.shape[1]), np.int32)[:, ::2]
@@ -81,8 +81,7 @@ def test_strides_and_given_arrays() -> None:
     results = {"indices": np.full((2, 2, 60), 7, np.int32)[..., :50], "counts": np.full((2, 4), 7, np.int32)[:, ::2]}
     with simulated(4, (9, 0)):
         got = mla_cupy.indexer_select_paged(**{**inputs, **apart}, **results, **case.options, kernel=KERNEL)
-    for x, y in zip(got, wanted, strict=True):
-        np.testing.assert_array_equal(x, y)
+    check(case, inputs, got, logits_of(inputs))
     assert (results["indices"].base[..., 50:] == 7).all()
 
 
