@@ -49,11 +49,11 @@ struct DecodeParams {
     i32 request_units = 0;  // without a schedule: units of work per request
     i32 unit_tiles = 0;     // tiles per unit, fewer in the last. With a schedule: 1 where W_UV follows the combine
     i32 cp_world = 1, cp_rank = 0;  // token j of the cache is token j * cp_world + cp_rank of the sequence
-    float scale_log2;               // softmax scale * log2(e)
-    LseConvention lse_convention;
-    float value_scale;    // factor of the values, of caches with one scale for all; `scale_log2` has it, too
     i32 new_tokens = -1;  // tokens at the end of each sequence that the launch before writes, of the inputs only these
                           // and q; -1: maybe any input
+    float scale_log2;     // softmax scale * log2(e)
+    LseConvention lse_convention;
+    float value_scale;  // factor of the values, of caches with one scale for all; `scale_log2` has it, too
 };
 
 // The part of a request's sequence that lies in this cache.

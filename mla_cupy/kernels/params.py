@@ -58,10 +58,10 @@ class DecodeParams(Params):
     unit_tiles: I32 = 0
     cp_world: I32 = 1
     cp_rank: I32 = 0
+    new_tokens: I32 = -1
     scale_log2: F32
     lse_convention: LseConvention
     value_scale: F32
-    new_tokens: I32 = -1
 
 
 class Fp8ScaleAddresses(Params):
