@@ -245,7 +245,7 @@ SPARSE = (
 CASES = (*DENSE, *PLANNED, *SPARSE)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("given", [*DENSE, *SPARSE], ids=str)
 def test_codes_are_those_of_a_result_in_16_bits(given: ResultCase) -> None:
     with simulated(given.sm_count, mode="random", seed=4) as target:

@@ -299,7 +299,7 @@ def test_beside_other_options(operation: str, kernel: str, option: str) -> None:
 def test_ordinary_scores_between_huge_ones(operation: str, kernel: str) -> None:
     """Rows whose first and last tiles have huge scores below 0, and whose largest scores are 0."""
     cases = (replace(case, lengths=(5, 300), ordinary=True) for case in candidates(operation, kernel))
-    run_first(replace(case, heads=16) if operation == "prefill" else case for case in cases)
+    run_first(replace(case, heads=8) if operation == "prefill" else case for case in cases)
 
 
 def run_seesaw() -> None:

@@ -70,6 +70,7 @@ def test_what_only_later_queries_see_does_not_reach_earlier_ones(gpu: Gpu) -> No
     check(got, inputs.exact, inputs.rounded, "bfloat16")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("gpu", [SMALL[1], WIDE[0]], ids=str)
 def test_tree_masks(gpu: Gpu) -> None:
     inputs = make(DecodeCase(b=2, seqlens=(68, 3), s_q=4, h_q=6))

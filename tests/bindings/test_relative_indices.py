@@ -55,7 +55,7 @@ def test_numpy(call: BoundCall) -> None:
     compare(of_all_rows(call).eager(), call.eager())
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @each
 def test_simulated(call: BoundCall) -> None:
     """The kernel that makes the lists is the only one that knows; what follows has the same lists, and bits."""

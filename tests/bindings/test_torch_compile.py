@@ -211,6 +211,7 @@ PLAIN = [call for call in CALLS if call.outputs]
 PLAIN = list({call.operation: call for call in PLAIN}.values())
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("call", PLAIN, ids=[call.operation for call in PLAIN])
 def test_a_plain_function_breaks_the_graph(torch: Any, call: BoundCall) -> None:
     """It runs as it is, between two graphs."""
