@@ -189,11 +189,11 @@ def _check_absorbed(views: Views, given: MlaPrepareOptions) -> bool:
 
 
 def _check_no_rope(views: Views, given: MlaPrepareOptions) -> None:
-    for name in ("rope", "cos", "sin", "positions"):
-        if views[name] is not None:
-            raise ArgumentError(explain(name, "an array", "None: q has no RoPE part"))
+    passed = {name: "an array" for name in ("rope", "cos", "sin", "positions") if views[name] is not None}
     if given.theta is not None:
-        raise ArgumentError(explain("theta", given.theta, "None: q has no RoPE part"))
+        passed["theta"] = repr(given.theta)
+    for name, got in passed.items():
+        raise ArgumentError(explain(name, got, "None: q has no RoPE part", "pass q_rope, or leave it out"))
 
 
 def _check_angles(views: Views, options: MlaPrepareOptions) -> None:
