@@ -198,7 +198,7 @@ class FewLaunches(Own):
     def _steps(self, case: LayerCase, dtype: str, inputs: LayerInputs, buffers: Buffers, device: Device) -> Steps:
         model = case.model
         turns = tables(inputs)
-        token = (inputs.latent, inputs.rope, inputs.cache, inputs.slots)
+        token = (inputs.latent, inputs.rope if model.has_rope else None, inputs.cache, inputs.slots)
         steps: dict[str, Any] = {}
         if not model.absorbs:
             buffers.queries[...] = inputs.q  # once: a layer would turn them in place
@@ -206,12 +206,8 @@ class FewLaunches(Own):
             steps["prepare"] = partial(mla_cupy.mla_prepare, source, *token, **turns, out=target)
             return {**steps, "attention": attention(case, dtype, inputs, buffers, device)}
         w_uk, w_uv = inputs.kv_b_proj[:, : model.d_nope], inputs.kv_b_proj[:, model.d_nope :]
-        if model.has_rope:
-            options: dict[str, Any] = {**turns, "w_uk": w_uk, "out": buffers.queries}
-            steps["prepare and absorb"] = partial(mla_cupy.mla_prepare, inputs.q, *token, **options)
-        else:
-            steps["append"] = partial(mla_cupy.cache_append, inputs.latent, None, inputs.cache, inputs.slots)
-            steps["absorb"] = partial(mla_cupy.absorb, inputs.q, w_uk, out=buffers.queries)
+        options: dict[str, Any] = {**(turns if model.has_rope else {}), "w_uk": w_uk, "out": buffers.queries}
+        steps["prepare and absorb"] = partial(mla_cupy.mla_prepare, inputs.q, *token, **options)
         if inputs.index is not None:
             index = inputs.index
             arrays = (index.q, index.weights, index.k, *turns.values(), index.cache, inputs.slots)

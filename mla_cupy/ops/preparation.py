@@ -66,8 +66,10 @@ def mla_prepare(
         The queries' RoPE part where it is a separate array, such as next to absorbed queries.
     w_uk : array, (h, d_nope, 512), dtype of q, optional
         The keys' half of kv_b_proj, as for `absorb`; it multiplies the queries' part without RoPE. d is then d_nope +
-        64, or d_nope with `q_rope`, where d_nope is 64, 128, 192 or 256; q, w_uk, q_rope and out start at, and step by,
-        multiples of 16 bytes. Excludes `quantise`.
+        64, or d_nope with `q_rope`, where d_nope is 64, 128, 192 or 256. If d is d_nope without `q_rope`, the model has
+        no RoPE, as Kimi K3: queries of 192 have a RoPE part with w_uk of 128 rows, and none with w_uk of 192. Such
+        queries exclude `rope` and angles, and their tokens go to a format without a RoPE part. q, w_uk, q_rope and out
+        start at, and step by, multiples of 16 bytes. Excludes `quantise`.
     cos, sin : array, (max_position, 32), float32, optional
         As for `cache_append`, for q and `rope`. The last axis is contiguous.
     positions : array, (n,), int32 or int64, optional
@@ -85,8 +87,9 @@ def mla_prepare(
         Return the turned RoPE part of the tokens, too.
     kv_format, scales, kv_scale
         As for `cache_append`.
-    out : array, (n, h, d) or (n, h, d + 64), or (n, h, 576) with w_uk, dtype of q; or uint8 or float8_e4m3fn, optional
-        Memory for the queries. It may be `q` itself; then only the RoPE part is written. The last axis is contiguous.
+    out : array, (n, h, d) or (n, h, d + 64), dtype of q; or uint8 or float8_e4m3fn, optional
+        Memory for the queries; with w_uk (n, h, 576), or (n, h, 512) without RoPE. It may be `q` itself; then only the
+        RoPE part is written. The last axis is contiguous.
     q_scales : array, (n, h), float32, optional
         Memory for the scales.
     rope_out : array, (n, 64), dtype of q, optional
@@ -96,7 +99,7 @@ def mla_prepare(
 
     Returns
     -------
-    out : array, (n, h, d) or (n, h, d + 64), or (n, h, 576) with w_uk
+    out : array, (n, h, d) or (n, h, d + 64), or with w_uk (n, h, 576), or (n, h, 512) without RoPE
         Queries for `mla_decode`: with `quantise` uint8, the bits of e4m3.
     q_scales : array, (n, h), float32, or None
         Factors of each row's codes, with `quantise`.
@@ -144,8 +147,7 @@ def _examine(views: Views, given: MlaPrepareOptions) -> Examined:
     n, h, d = present(views, "q").shape
     width = d + (0 if views["q_rope"] is None else D_ROPE)
     if views["w_uk"] is not None:
-        _check_absorbed(views, width - D_ROPE, given)
-        width = D_QK
+        width = D_QK if _check_absorbed(views, given) else D_V
     elif width not in WIDTHS:
         allowed = WIDTHS if views["q_rope"] is None else [each - D_ROPE for each in WIDTHS[:-1]]
         with_rope = "" if views["q_rope"] is None else " with q_rope"
@@ -165,16 +167,15 @@ def _examine(views: Views, given: MlaPrepareOptions) -> Examined:
     return Examined(None, _with_record(views, options), sizes={"d_out": width})
 
 
-def _check_absorbed(views: Views, d_nope: int, given: MlaPrepareOptions) -> None:
-    """Check the width of queries before W_UK, with d_nope columns before the RoPE part, and their alignment."""
-    own = views["q_rope"] is None
-    if d_nope not in D_HEADS:
-        allowed = " or ".join(str(width + own * D_ROPE) for width in sorted(D_HEADS))
-        beside = "w_uk" if own else "w_uk and q_rope"
-        raise ShapeError(explain("q.shape[-1]", d_nope + own * D_ROPE, f"{allowed} with {beside}"))
-    w_uk = present(views, "w_uk")
-    if w_uk.shape[1] != d_nope:
-        raise ShapeError(explain("w_uk.shape[1]", w_uk.shape[1], f"{d_nope}, as q has beside its RoPE part"))
+def _check_absorbed(views: Views, given: MlaPrepareOptions) -> bool:
+    """Check queries before W_UK: their width, alignment, and RoPE arguments; returns True if they have a RoPE part."""
+    d, d_nope, own = present(views, "q").shape[2], present(views, "w_uk").shape[1], views["q_rope"] is None
+    if d not in (d_nope, d_nope + D_ROPE * own):
+        widths = f"{d_nope + D_ROPE}, or {d_nope} without RoPE" if own else f"{d_nope} with q_rope"
+        raise ShapeError(explain("q.shape[-1]", d, f"{widths}, with w_uk.shape[1]={d_nope}"))
+    has_rope = not own or d != d_nope
+    if not has_rope:
+        _check_no_rope(views, given)
     if given.quantise:
         raise ArgumentError(
             explain(
@@ -184,6 +185,15 @@ def _check_absorbed(views: Views, d_nope: int, given: MlaPrepareOptions) -> None
     for name in ("q", "q_rope"):
         if (view := views[name]) is not None:
             check_wide(name, view)
+    return has_rope
+
+
+def _check_no_rope(views: Views, given: MlaPrepareOptions) -> None:
+    passed = {name: "an array" for name in ("rope", "cos", "sin", "positions") if views[name] is not None}
+    if given.theta is not None:
+        passed["theta"] = repr(given.theta)
+    for name, got in passed.items():
+        raise ArgumentError(explain(name, got, "None: q has no RoPE part", "pass q_rope, or leave it out"))
 
 
 def _check_angles(views: Views, options: MlaPrepareOptions) -> None:
@@ -238,7 +248,7 @@ OPERATION = Operation(
         Output("q_scales", "n h", when="quantise"),
         Output("rope_out", "n d_rope", only_like_first, layout="rows", when="return_rope", may_be="rope"),
     ),
-    sizes={"d_rope": (D_ROPE,), "d_v": (D_V,)},
+    sizes={"d_nope": D_HEADS, "d_rope": (D_ROPE,), "d_v": (D_V,)},
     min_sizes={"h": 1, "max_position": 1},
     options=MlaPrepareOptions,
     examine=_examine,

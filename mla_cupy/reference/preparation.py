@@ -49,7 +49,8 @@ def mla_prepare(
     q_rope : array, (n, h, 64), optional
         Columns after q's.
     w_uk : array, (h, d_nope, 512), optional
-        What the queries without their RoPE part are multiplied by, as by `absorb`.
+        What the queries without their RoPE part are multiplied by, as by `absorb`. Queries as wide as w_uk's rows,
+        without `q_rope`, have no RoPE part.
     cos, sin : array, (max_position, 32), float32, optional
         Rows are clamped positions: see `rotate`.
     positions : array, (n,), integers, optional
@@ -67,7 +68,7 @@ def mla_prepare(
 
     Returns
     -------
-    out : array, (n, h, d) or, with q_rope, (n, h, d + 64), or with w_uk (n, h, 576), float64
+    out : array, (n, h, d) or, with q_rope, (n, h, d + 64), or with w_uk (n, h, 576 or 512), float64
     q_scales : array, (n, h), float64, or None
         What the e4m3 numbers are to be multiplied by.
     rope_out : array, (n, 64), float64, or None
@@ -87,8 +88,9 @@ def mla_prepare(
         turned = rotate(whole[..., -D_ROPE:].reshape(n * h, D_ROPE), **of_rows, interleaved=interleaved)
         out[..., -D_ROPE:] = round_to(turned, dtype).reshape(n, h, D_ROPE)
     if w_uk is not None:
-        (absorbed,) = absorb(whole[..., :-D_ROPE], w_uk)
-        out = np.concatenate([absorbed, out[..., -D_ROPE:]], axis=2)
+        d_nope = np.asarray(w_uk).shape[1]
+        (absorbed,) = absorb(whole[..., :d_nope], w_uk)
+        out = np.concatenate([absorbed, out[..., d_nope:]], axis=2)
     if cache is not None and latent is not None and slots is not None:
         of_tokens: dict[str, Any] = {"kv_format": kv_format, "scales": scales, "kv_scale": kv_scale}
         of_tokens |= {} if rope is None else {**rotation, "interleaved": interleaved}

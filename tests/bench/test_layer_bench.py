@@ -29,6 +29,13 @@ def test_an_indexer_selects(device, numpy_backend, monkeypatch):
     assert list(prepared.figures) == ["prepare and absorb", "index q and k", "select", "attention and W_UV"]
 
 
+def test_without_rope_one_step_precedes_attention(device, numpy_backend):
+    case = LAYER.parse("k3-hq2-b1-skv5")
+    inputs = LAYER.inputs(case, "float16", 0, device)
+    prepared = make([], LAYER.implementations(Choices()))[0].prepare(case, "float16", [inputs], device)
+    assert list(prepared.figures) == ["prepare and absorb", "attention and W_UV"]
+
+
 def test_launches_are_counted_where_there_is_a_stream(device, monkeypatch):
     assert launches(lambda: None, device) == 0
     made = []

@@ -317,6 +317,13 @@ def mla_prepare(record: str = "", **options: Any) -> BoundCall:
     return BoundCall(_id(f"prepare-{record}", options), "mla_prepare", arrays, options)
 
 
+def prepare_without_rope() -> BoundCall:
+    """Queries of five tokens times W_UK, and the tokens, of a model without RoPE."""
+    q = np.random.default_rng(5).standard_normal((5, 2, 128), np.float32).astype(ml_dtypes.bfloat16)
+    arrays = {"q": q, "w_uk": absorb(rope=False).arrays["w_uk"], **append("bf16-nope").arrays}
+    return BoundCall("prepare-nope", "mla_prepare", arrays, {"kv_format": "bf16-nope"})
+
+
 def gather(record: str, **options: Any) -> BoundCall:
     arrays = {"cache": kept_tokens(record), "slots": np.array([5, -1, 0], np.int32)}
     return BoundCall(_id(f"gather-{record}", options), "cache_gather", arrays, {"kv_format": record, **options})
@@ -440,6 +447,7 @@ CALLS = [
     mla_prepare(theta=1e4, return_rope=True),
     mla_prepare("fp8", quantise=True, kv_scale=0.1, interleaved=False),
     mla_prepare("bf16", quantise=True, q_scale=0.5, return_rope=True),
+    prepare_without_rope(),
     gather("v32"),
     gather("v32-nope"),
     gather("fp8", kv_scale=0.1, out_dtype="float32"),

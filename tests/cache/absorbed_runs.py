@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,10 @@ MARK = 7
 
 @dataclass(frozen=True)
 class AbsorbedCase:
-    """A call; `record` is "" without a cache, `angles` "tables", "theta" or "" for none."""
+    """A call; `record` is "" without a cache, `angles` "tables", "theta" or "" for none.
+
+    Without `has_rope` the model has none: queries have d_nope columns, and there are no angles.
+    """
 
     n: int = 5
     h: int = 2
@@ -33,12 +36,19 @@ class AbsorbedCase:
     interleaved: bool = True
     q_rope: bool = False
     return_rope: bool = False
+    has_rope: bool = True
+
+    @property
+    def d_qk(self) -> int:
+        """Width of the result."""
+        return 512 + 64 * self.has_rope
 
     def __str__(self) -> str:
         """Id of the test: what differs from the defaults."""
         return "-".join(f"{k}={v}" for k, v in vars(self).items() if v != getattr(AbsorbedCase(), k)) or "default"
 
 
+K3 = AbsorbedCase(record="bf16-nope", angles="", has_rope=False)
 CASES = (
     AbsorbedCase(return_rope=True),
     AbsorbedCase(n=1, h=3, record="v32", interleaved=False),
@@ -46,15 +56,18 @@ CASES = (
     AbsorbedCase(n=37, h=1, d_nope=192, record="fp8", angles="theta"),
     AbsorbedCase(n=3, d_nope=256, dtype="float16", record="", interleaved=False),
     AbsorbedCase(n=70, h=1, d_nope=64, record="bf16-nope", angles="", q_rope=True),
+    K3,
+    replace(K3, n=19, h=1, d_nope=192, dtype="float16", record="v32-nope"),  # 192 columns, none of RoPE
+    replace(K3, n=70, h=1, d_nope=256, record=""),
 )
 
 
 def make(case: AbsorbedCase) -> tuple[dict[str, Array], dict[str, Any]]:
-    """The arrays by name, and the options. RoPE parts and slots are hostile; queries have gaps of marks."""
+    """The arrays by name, and the options. Last columns and slots are hostile; queries have gaps of marks."""
     rng, kind = np.random.default_rng(case.n), numpy_dtype(case.dtype)
     w_uk, _ = kv_b_proj(rng, case.h, case.d_nope, 64, case.dtype)
-    memory = np.full((case.n, case.h, case.d_nope + 64 + 8), MARK, kind)
-    q = memory[..., : case.d_nope + 64]
+    d = case.d_nope + 64 * case.has_rope
+    q = np.full((case.n, case.h, d + 8), MARK, kind)[..., :d]
     q[...] = rng.standard_normal(q.shape, np.float32) + 0.1
     q[0, 0, : case.d_nope] = 0
     q[-1, -1, 0] *= 1000
@@ -66,12 +79,13 @@ def make(case: AbsorbedCase) -> tuple[dict[str, Array], dict[str, Any]]:
     latent, rope = tokens(record, case.n, case.dtype)
     if rope is not None and (case.record or case.return_rope):
         arrays["rope"] = rope
+    options: dict[str, Any] = {"interleaved": case.interleaved, "return_rope": case.return_rope}
     if case.record:
+        options["kv_format"] = case.record if case.record == "v32-nope" else None  # the others follow from the cache
         slots = rng.permutation(4 * max(6, case.n // 2))[: case.n].astype(np.int64)
         count = min(case.n - 1, len(HOSTILE_64))
         slots[case.n - count :] = HOSTILE_64[:count]
         arrays |= {"latent": latent, "cache": empty_cache(record, max(6, case.n // 2), 4, gap=1), "slots": slots}
-    options: dict[str, Any] = {"interleaved": case.interleaved, "return_rope": case.return_rope}
     if case.angles == "tables":
         angles = rng.random((9, 32), np.float32) * 6
         arrays |= {"cos": np.cos(angles), "sin": np.sin(angles)}
@@ -87,10 +101,12 @@ def check_absorbed(case: AbsorbedCase, to: Callable[[Any], Any], back: Callable[
     (arrays, options), (clean, _) = make(case), make(case)
     exact, _, exact_rope = reference.mla_prepare(**clean, **options)
     given = {name: to(x) for name, x in arrays.items()}
-    out = to(np.full((case.n, case.h, 576 + 8), MARK, arrays["q"].dtype))[..., :576]
+    memory = to(np.full((case.n, case.h, case.d_qk + 8), MARK, arrays["q"].dtype))
+    out = memory[..., : case.d_qk]
     got, q_scales, rope_out = mla_cupy.mla_prepare(**given, **options, out=out)
     assert got is out
     assert q_scales is None
+    assert (back(memory)[..., case.d_qk :] == MARK).all()
     found = back(out)
     step = TABLE[case.dtype].unit_roundoff
     np.testing.assert_allclose(found[..., :512].astype(float), exact[..., :512], rtol=1.01 * step, atol=1e-4)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.cache.absorbed_runs import CASES, AbsorbedCase, check_absorbed
+from tests.cache.absorbed_runs import CASES, K3, AbsorbedCase, check_absorbed
 from tests.support.gpu import fetch, upload
 
 pytestmark = pytest.mark.gpu
@@ -13,6 +15,8 @@ LARGE = (
     AbsorbedCase(n=300, h=16, d_nope=192, dtype="float16", record="fp8", interleaved=False),
     AbsorbedCase(n=129, h=128, q_rope=True),
     AbsorbedCase(n=33, h=64, d_nope=256, record="", angles="theta"),
+    replace(K3, n=64, h=96),
+    replace(K3, n=129, h=128, record="v32-nope"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from tests.cache.absorbed_runs import CASES, AbsorbedCase, check_absorbed, make
+from tests.cache.absorbed_runs import CASES, K3, AbsorbedCase, check_absorbed, make
 from tests.support.mutant_suite import mutant_suite
 from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
@@ -36,13 +37,23 @@ def test_equals_the_oracle(case: AbsorbedCase) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_in_every_order(mode: tuple[str, int]) -> None:
-    check(AbsorbedCase(n=3, h=1, d_nope=64, record="v32", interleaved=False), mode)
+@pytest.mark.parametrize(
+    "case",
+    [
+        AbsorbedCase(n=3, h=1, d_nope=64, record="v32", interleaved=False),
+        replace(K3, n=3, h=1, d_nope=64),
+        replace(K3, n=9, h=1, d_nope=64, dtype="float16", record="v32-nope"),
+    ],
+    ids=str,
+)
+def test_in_every_order(case: AbsorbedCase, mode: tuple[str, int]) -> None:
+    check(case, mode)
 
 
-def test_on_older_gpus() -> None:
+@pytest.mark.parametrize("case", [AbsorbedCase(), replace(K3, record="fp16-nope")], ids=str)
+def test_on_older_gpus(case: AbsorbedCase) -> None:
     with simulated(2, (7, 5)):
-        check_absorbed(AbsorbedCase(n=3, h=1, d_nope=64, dtype="float16"), same, np.asarray)
+        check_absorbed(replace(case, n=3, h=1, d_nope=64, dtype="float16"), same, np.asarray)
 
 
 def test_bits_are_those_of_two_calls() -> None:
@@ -57,23 +68,37 @@ def test_bits_are_those_of_two_calls() -> None:
     assert (arrays["cache"].view(np.uint16) == apart["cache"].view(np.uint16)).all()
 
 
-def test_nothing_to_do_is_no_launch() -> None:
-    arrays, options = make(AbsorbedCase())
+def test_bits_without_rope_are_those_of_two_calls() -> None:
+    """Bits equal `absorb`'s and `cache_append`'s."""
+    arrays, options = make(replace(K3, n=9))
+    cache = arrays["cache"].copy()
+    with simulated(2):
+        out, _, _ = mla_cupy.mla_prepare(**arrays, **options)
+        mla_cupy.cache_append(arrays["latent"], None, cache, arrays["slots"])
+        absorbed = mla_cupy.absorb(arrays["q"], arrays["w_uk"])
+    assert out.tobytes() == absorbed.tobytes()
+    assert (arrays["cache"].view(np.uint16) == cache.view(np.uint16)).all()
+
+
+@pytest.mark.parametrize("case", [AbsorbedCase(), K3], ids=str)
+def test_nothing_to_do_is_no_launch(case: AbsorbedCase) -> None:
+    arrays, options = make(case)
     given = {name: x if name in ("cache", "cos", "sin", "w_uk") else x[:0] for name, x in arrays.items()}
     with simulated(1) as target:
         out, _, _ = mla_cupy.mla_prepare(**given, **options)
-        assert (out.shape, target.launched) == ((0, 2, 576), [])
+        assert (out.shape, target.launched) == ((0, 2, case.d_qk), [])
 
 
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"q": (5, 2, 160)}, "q.shape[-1]: got 160, expected 128 or 192 or 256 or 320 with w_uk"),
+        ({"q": (5, 2, 160)}, "q.shape[-1]: got 160, expected 192, or 128 without RoPE, with w_uk.shape[1]=128"),
         (
-            {"q": (5, 2, 96), "q_rope": (5, 2, 64)},
-            "q.shape[-1]: got 96, expected 64 or 128 or 192 or 256 with w_uk and q_rope",
+            {"q": (5, 2, 192), "q_rope": (5, 2, 64)},
+            "q.shape[-1]: got 192, expected 128 with q_rope, with w_uk.shape[1]=128",
         ),
-        ({"w_uk": (2, 64, 512)}, "w_uk.shape[1]: got 64, expected 128, as q has beside its RoPE part"),
+        ({"w_uk": (2, 64, 512)}, "q.shape[-1]: got 192, expected 128, or 64 without RoPE, with w_uk.shape[1]=64"),
+        ({"w_uk": (2, 96, 512)}, "w_uk.shape[1]: got 96, expected 128 or 64 or 192 or 256"),
         ({"w_uk": (3, 128, 512)}, "w_uk.shape"),
         ({"w_uk": (2, 128, 448)}, "w_uk.shape"),
         ({"quantise": True}, "quantise: got True, expected False with w_uk"),
@@ -95,6 +120,30 @@ def test_bad_input(changed: dict[str, Any], expected: str) -> None:
             arrays[name] = np.zeros(x, ml_dtypes.bfloat16)
     with simulated(1) as target, pytest.raises(mla_cupy.MlaError, match=re.escape(expected)):
         mla_cupy.mla_prepare(**arrays, **options)
+    assert target.launched == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"rope": (5, 64)}, "rope: got an array, expected None: q has no RoPE part"),
+        ({"positions": (5,), "theta": 1e4}, "positions: got an array, expected None: q has no RoPE part"),
+        ({"cos": (9, 32), "sin": (9, 32)}, "cos: got an array, expected None: q has no RoPE part"),
+        ({"theta": 1e4}, "theta: got 10000.0, expected None: q has no RoPE part"),
+        ({"return_rope": True}, "rope: got None"),
+        ({"cache": (6, 4, 576)}, "rope: got None, expected an array of width 64 for bf16"),
+        ({"out": (5, 2, 576)}, "out.shape"),
+        ({"quantise": True}, "quantise: got True, expected False with w_uk"),
+    ],
+    ids=str,
+)
+def test_bad_input_without_rope(changed: dict[str, Any], expected: str) -> None:
+    arrays, options = make(K3)
+    kinds: dict[str, Any] = {"positions": np.int64, "cos": np.float32, "sin": np.float32}
+    for name, x in changed.items():
+        options[name] = np.zeros(x, kinds.get(name, ml_dtypes.bfloat16)) if isinstance(x, tuple) else x
+    with simulated(1) as target, pytest.raises(mla_cupy.MlaError, match=re.escape(expected)):
+        mla_cupy.mla_prepare(**arrays | options)
     assert target.launched == []
 
 

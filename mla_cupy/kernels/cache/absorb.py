@@ -41,15 +41,6 @@ class Build(NamedTuple):
     """Blocks that the GPU holds at once."""
 
 
-class Queries(NamedTuple):
-    """The names of the queries without RoPE, and of the result."""
-
-    q_nope: str
-    absorbed: str
-    d_nope: int
-    has_rope: bool
-
-
 def build(dtype: str, d_nope: int, device: DeviceInfo) -> Build:
     """The narrowest build that holds a head."""
     rows = next(rows for rows in MAX_COLUMNS if d_nope <= rows)
@@ -62,26 +53,26 @@ def parts(build: Build, h_q: int) -> int:
     return most if h_q * most <= build.resident else D_V // MAX_COLUMNS[build.variant.max_d_nope]
 
 
-def launch(build: Build, call: Call, queries: Queries, tokens: CachePrepareParams) -> Launch:
-    """One launch for all heads, and for `tokens`, which have the RoPE part of the queries as well."""
-    t, h_q, _ = call.view(queries.q_nope).shape
+def launch(build: Build, call: Call, q_nope: str, tokens: CachePrepareParams) -> Launch:
+    """One launch for all heads of the named queries, and for `tokens`, which have the queries' RoPE part as well."""
+    t, h_q, width = call.view("out").shape
     of_head = parts(build, h_q)
     shares = token_shares(t, _SHARE_TOKENS, h_q * of_head, build.resident)
     tiles = -(-t // TILE_TOKENS)
     share_tokens = TILE_TOKENS * -(-tiles // shares)
     params = AbsorbParams(
-        absorb_addresses=AbsorbAddresses(q_nope=queries.q_nope, w_uk="w_uk", absorbed=queries.absorbed),
+        absorb_addresses=AbsorbAddresses(q_nope=q_nope, w_uk="w_uk", absorbed="out"),
         cache_prepare_params=tokens,
         absorb_sizes=AbsorbSizes(
-            q_nope_stride_t_h_elems=call.strides(queries.q_nope, 2),
+            q_nope_stride_t_h_elems=call.strides(q_nope, 2),
             w_uk_stride_h_d_elems=call.strides("w_uk", 2),
-            absorbed_stride_t_h_elems=call.strides(queries.absorbed, 2),
+            absorbed_stride_t_h_elems=call.strides("out", 2),
             t=t,
-            d_nope=queries.d_nope,
+            d_nope=call.view("w_uk").shape[1],
             parts_log2=of_head.bit_length() - 1,
             share_tokens=share_tokens,
         ),
-        has_rope=queries.has_rope,
+        has_rope=width > D_V,
     )
     blocks: Any = tokens
     return Launch(

@@ -85,9 +85,8 @@ class MlaPreparePipeline(CachePipeline):
             **_record_members(call, options),
         )
         if w_uk is not None and n:
-            d_nope = w_uk.shape[1]
-            build = absorb.build(w_uk.dtype, d_nope, config.device)
-            return [absorb.launch(build, call, absorb.Queries("q", "out", d_nope, has_rope=True), params)]
+            build = absorb.build(w_uk.dtype, w_uk.shape[1], config.device)
+            return [absorb.launch(build, call, "q", params)]
         blocks = token_blocks + -(-n * h // table.QUERY_ROWS_PER_BLOCK)
         variant = Variant(codes=int(options.quantise))
         return [Launch(table.PREPARE, variant, (blocks, 1, 1), LaunchArgs(params))] if blocks else []

@@ -108,13 +108,10 @@ class AbsorbPipeline(_OneLaunch):
 
     def steps(self, config: ProjectConfig, call: Call) -> list[Step]:
         """One launch, unless there is no token."""
-        t, _, d_nope = call.view("q_nope").shape
-        if t == 0:
+        if call.view("q_nope").shape[0] == 0:
             return []
-        has_rope = call.views["q_rope"] is not None
-        queries = absorb.Queries("q_nope", "out", d_nope, has_rope)
         rows = prepare.queries_alone(call)
-        return [absorb.launch(absorb.Build(config.variant, config.resident), call, queries, rows)]
+        return [absorb.launch(absorb.Build(config.variant, config.resident), call, "q_nope", rows)]
 
 
 MERGE_PROJECT = MergeProjectPipeline()
