@@ -176,11 +176,13 @@ def build(folder: Path, *, empty: bool = False, **options: Any) -> Path:
     """
     config = configuration(**options)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    described = folder / f"config-{os.getpid()}"  # others may be at the same
+    described.write_text(json.dumps(config, indent=1))
+    described.replace(folder / "config.json")
     if not empty and not (folder / "model.safetensors").exists():
         from safetensors.torch import save_file
 
-        written = folder / f"weights-{os.getpid()}"  # others may be at the same
+        written = folder / f"weights-{os.getpid()}"
         save_file(weights(config), written, metadata={"format": "pt"})
         written.replace(folder / "model.safetensors")
     return folder
