@@ -396,10 +396,10 @@ def plan_decode(
     split_tokens : int
         A multiple of 64, and at least 1/256 of max_pages * page_size. Has no effect without `batch_invariant`.
     after_prepare : bool
-        A promise about every call with the plan: the call before it on the stream is `mla_prepare`, `absorb` or
-        `cache_append`, and writes no tokens but the last s_q of each sequence. Attention then
-        reads the lengths, the block table and older tokens while that call runs, if it has few query rows. "Around
-        attention" in the documentation has the rules.
+        A promise about every call with the plan: of its inputs, the call right before it on the stream writes only q
+        and the last s_q tokens of each sequence, as `mla_prepare` does. Attention with few query rows then reads the
+        lengths, the block table and older tokens while that call runs. "Around attention" in the documentation has the
+        rules.
     device : int or "cpu", optional
         CUDA ordinal. Default: CuPy's current device; without a GPU, the NumPy backend. "cpu": for arrays in host
         memory, which are computed on a GPU if there is one.

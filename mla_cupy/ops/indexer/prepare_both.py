@@ -69,9 +69,9 @@ def indexer_prepare(
     return_k : bool
         Return the keys instead of writing them to a cache.
     independent : bool
-        A promise: this call and the call before it on the stream share no memory that either writes. They then run side
-        by side, and later calls find the results of both. Requires memory for all results, allocated before the
-        previous call. "Around attention" in the documentation has the rules.
+        A promise: neither this call nor the call before it on the stream writes memory that the other reads or writes.
+        They then run at the same time, and later calls find the results of both. Requires memory for all results,
+        allocated before the previous call. "Around attention" in the documentation has the rules.
     codes : array, (n, h, d), uint8 or float8_e4m3fn, optional
         Memory for the queries' codes; it starts at, and steps by, multiples of 16 bytes.
     folded : array, (n, h), float32, optional
