@@ -205,7 +205,7 @@ struct TableRotation {
     // Called by whole warps.
     MLA_DEVICE void load(PieceAngles& angles, i64 token, i32 piece) const { load_row(angles, position(token), piece); }
     // Brings a token's position, and its rows of the tables by lanes 0 and 1, into L2 before an earlier kernel is done.
-    // That kernel may yet change the position: only a prefetch depends on what is read here, past L1.
+    // The position is read past L1, because that kernel may still change it; only the prefetches use it.
     MLA_DEVICE void prefetch(i64 token, i32 lane) const {
         if (positions == nullptr) return;
         const u32 position = ld_global_l2_4(positions + token * positions_stride_bytes, true);

@@ -18,7 +18,7 @@ def install_modules(patch: pytest.MonkeyPatch, modules: Mapping[str, Mapping[str
             above = ".".join(parts[:i])
             if above not in sys.modules:
                 patch.setitem(sys.modules, above, ModuleType(above))
-        # What `from package import module` finds: another test may have left a module of the same name there.
+        # `from package import module` reads the package's attribute, which another test may have left behind.
         for i in range(1, len(parts)):
             package, module = ".".join(parts[:i]), sys.modules[".".join(parts[: i + 1])]
             patch.setattr(sys.modules[package], parts[i], module, raising=False)

@@ -108,7 +108,7 @@ def memory(function: Any, *arrays: Any, **options: Any) -> Any:
 
 
 def beside(layer: Layer) -> Callable[[bool], None]:
-    """`mla_prepare`, the indexer's preparation beside it, selection, then attention to the selected tokens.
+    """Run `mla_prepare` and the indexer's preparation at the same time, then select tokens and attend to them.
 
     The new token is always selected, and its index key is one of the keys.
     """
