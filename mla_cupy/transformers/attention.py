@@ -313,13 +313,13 @@ class Call:
         store, n, sizes = self.layer.store, self.b * self.s, self.sizes
         step = store.begin(self.layer.layer, self.new)
         w_uk, w_uv = self.served.halves.of(self.module.kv_b_proj, q.dtype)
-        q = self._absorbed(q, latent, rope, w_uk)
         plan, project = None, None
         if not store.is_quantised and sizes.is_sparse:
             fused = n <= _MOST_FUSED and sizes.is_fused
             project = Project(w_uv) if fused else None
             d_head = sizes.v if fused else 0
-            plan = store.plan((self.b, self.s, d_head), max_b=self.b, s_q=self.s, h_q=q.shape[1], d_head=d_head)
+            plan = store.plan((self.b, self.s, d_head), max_b=self.b, s_q=self.s, h_q=q.shape[2], d_head=d_head)
+        q = self._absorbed(q, latent, rope, w_uk)
         out = mla.mla_decode(
             q.view(self.b, self.s, *q.shape[1:]),
             store.pages(self.layer.layer),

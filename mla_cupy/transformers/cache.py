@@ -160,11 +160,13 @@ class LatentStore:
         return self._step
 
     def plan(self, key: tuple[int, ...], **sizes: Any) -> Any:
-        """A decode plan for (b, s, ...), up to date with the latest step."""
+        """A decode plan for (b, s, ...), up to date with the latest step.
+
+        Attention may read old tokens while new ones are stored: call this before they are.
+        """
         if key not in self.plans:
-            made = mla.plan_decode(
-                max_pages=self._max_pages, page_size=PAGE, device=self.device, dtype=self.dtype, **sizes
-            )
+            options = {"page_size": PAGE, "device": self.device, "dtype": self.dtype, "after_prepare": True}
+            made = mla.plan_decode(max_pages=self._max_pages, **options, **sizes)
             self.plans[key] = [made, None]
         plan, number = self.plans[key]
         if number != self.step.number:

@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import mla_cupy.torch as mla
 from mla_cupy.errors import ArgumentError
 from mla_cupy.transformers import LatentCache, StepGraph, patch
 from mla_cupy.transformers.cache import LatentLayer
@@ -177,6 +178,50 @@ def test_steps_in_a_graph(name: str, place: str) -> None:
                 cache.crop(-3)
     assert caches[0].get_seq_length() == caches[1].get_seq_length() == 40
     assert (step._graph is not None) == (place == "cuda")
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_plan_is_updated_before_tokens_are_stored(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It promises so: attention may read lengths and old tokens while the call before it stores new ones."""
+    three, order = models.make("deepseek_v3"), list[str]()
+    make, prepare = mla.plan_decode, mla.mla_prepare
+
+    def plan_decode(**options: Any) -> Any:
+        assert options["after_prepare"]
+        plan = make(**options)
+        update = plan.update
+        monkeypatch.setattr(plan, "update", lambda *lengths: [order.append("update"), update(*lengths)])
+        return plan
+
+    monkeypatch.setattr(mla, "plan_decode", plan_decode)
+    monkeypatch.setattr(mla, "mla_prepare", lambda *given, **to: [order.append("prepare"), prepare(*given, **to)][1])
+    ids, cache = models.tokens(2, 20 + 2 * tokens), LatentCache(three.served.config)
+    with torch.no_grad():
+        for part in ids.split([20, tokens, tokens], 1):
+            three.served(part, **{models.cache_argument(three.served): cache})
+    assert order == ["update", "prepare", "prepare"] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("b", [1, 3])
+def test_attention_that_starts_early(b: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan's promise changes no bit, eagerly or in replays beside a busy stream."""
+    three, make = models.make("deepseek_v3", "cuda"), mla.plan_decode
+    ids, found, other = models.tokens(b, 450, "cuda"), [], torch.cuda.Stream()
+    load = torch.ones(1 << 22, device="cuda")
+    for promise in (False, True):
+        monkeypatch.setattr(mla, "plan_decode", lambda p=promise, **of: make(**{**of, "after_prepare": p}))
+        step = StepGraph(three.served, LatentCache(three.served.config, max_length=512))
+        logits = []
+        for number, part in enumerate(ids.split([150, *[1] * 300], 1)):
+            if number % 2:
+                with torch.cuda.stream(other):
+                    load *= 1
+            logits.append(step(part)[:, -1].clone())
+        (store,) = step._stores
+        assert all(plan.kernel.startswith("decode_sm90_small") for plan, _ in store.plans.values())
+        found.append(torch.stack(logits))
+    assert torch.equal(*found)
 
 
 def test_growth_beyond_max_length() -> None:
