@@ -1,4 +1,4 @@
-"""Steps of `run context-parallel-prefill`: attention of a whole sequence, and of one rank, copies for exchanges."""
+"""Steps of `run context-parallel-prefill`: attention of a whole sequence, and of one rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Step = tuple[Callable[[], Any], Sequence[Any]]
 """A call, and the arrays that have gradients."""
 
 
-def dense(zigzag: Zigzag, rank: int, heads: int, chunk_tokens: int, place: str) -> Step:
+def dense(zigzag: Zigzag, links: Any, heads: int, chunk_tokens: int, place: str) -> Step:
     """Attention to keys and values that are expanded from latents."""
-    x = _leaves(len(zigzag.rows(rank)), heads, place)
-    return (_dense_whole(x) if zigzag.world == 1 else _dense_share(x, zigzag, rank, chunk_tokens)), list(x.values())
+    x = _leaves(len(zigzag.rows(links.rank)), heads, place)
+    return (_dense_whole(x) if zigzag.world == 1 else _dense_share(x, zigzag, links, chunk_tokens)), list(x.values())
 
 
 def _dense_whole(x: dict[str, Any]) -> Callable[[], Any]:
@@ -30,14 +30,14 @@ def _dense_whole(x: dict[str, Any]) -> Callable[[], Any]:
     return step
 
 
-def _dense_share(x: dict[str, Any], zigzag: Zigzag, rank: int, chunk_tokens: int) -> Callable[[], Any]:
+def _dense_share(x: dict[str, Any], zigzag: Zigzag, links: Any, chunk_tokens: int) -> Callable[[], Any]:
     import torch
 
     from mla_cupy.torch.parallel.attention import Attention, Prefill
     from mla_cupy.torch.parallel.links import schedule
 
-    calls = schedule(zigzag, rank, chunk_tokens, x["q"].device)
-    attention = Attention(_alone(zigzag.world, rank), *calls, _expand, LATENT, SCALE, False)
+    calls = schedule(zigzag, links.rank, chunk_tokens, x["q"].device)
+    attention = Attention(links, *calls, _expand, LATENT, SCALE, False)
 
     def step() -> Any:
         rows = torch.cat([x["latents"], x["k_rope"]], -1)
@@ -46,7 +46,7 @@ def _dense_share(x: dict[str, Any], zigzag: Zigzag, rank: int, chunk_tokens: int
     return step
 
 
-def sparse(zigzag: Zigzag, rank: int, heads: int, chunk_tokens: int, place: str) -> Step:
+def sparse(zigzag: Zigzag, links: Any, heads: int, chunk_tokens: int, place: str) -> Step:
     """Selection by an indexer in FP8, and sparse attention to latents; the selection has no gradient."""
     import torch
 
@@ -54,7 +54,7 @@ def sparse(zigzag: Zigzag, rank: int, heads: int, chunk_tokens: int, place: str)
     from mla_cupy import indexer_select
     from mla_cupy.torch.parallel.links import Gather, bounds, whole
 
-    n, links = len(zigzag.rows(rank)), _alone(zigzag.world, rank)
+    rank, n = links.rank, len(zigzag.rows(links.rank))
     q = _normal((n, heads, LATENT + ROPE), place).requires_grad_()
     latents = _normal((n, LATENT + ROPE), place).requires_grad_()
     index_q, index_k, keys = (
@@ -77,8 +77,8 @@ def sparse(zigzag: Zigzag, rank: int, heads: int, chunk_tokens: int, place: str)
 KINDS = {"dense": dense, "sparse": sparse}
 
 
-def _alone(world: int, rank: int) -> Any:
-    """Links of a rank to others that send what it sends."""
+def alone(world: int, rank: int) -> Any:
+    """Links of a rank to others that send what it sends: copies in place of the exchanges."""
     from mla_cupy.torch.parallel.links import Links, Pending
 
     class Alone(Links):

@@ -1,4 +1,4 @@
-"""Processes of a gloo group on this machine, forked from one that has imported PyTorch already."""
+"""Processes of a group on this machine, forked from one that has imported PyTorch already."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from typing import Any
 _TIMEOUT = datetime.timedelta(seconds=60)
 
 
-def on_all_ranks(world: int, task: Callable[..., Any], *arguments: Any, without: tuple[int, ...] = ()) -> list[Any]:
+def on_all_ranks(
+    world: int, task: Callable[..., Any], *arguments: Any, without: tuple[int, ...] = (), backend: str = "gloo"
+) -> list[Any]:
     """Run `task(rank, *arguments)` in `world` processes of a group; return each one's result, or its traceback as text.
 
-    The result is None for a process that ended without either, or that nobody waited for.
+    The result is None for a process that ended without either, or that nobody waited for. With NCCL each rank has a GPU
+    of its own.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__, "mla_cupy.torch.parallel"])
@@ -27,7 +30,7 @@ def on_all_ranks(world: int, task: Callable[..., Any], *arguments: Any, without:
     port = _free_port()
     for rank in range(world):
         mine, theirs = context.Pipe(duplex=False)
-        place = (theirs, rank, world, port, task, arguments)
+        place = (theirs, rank, world, port, backend, task, arguments)
         processes.append(context.Process(target=_run, args=place, daemon=True))
         processes[-1].start()
         theirs.close()
@@ -55,14 +58,16 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _run(end: Any, rank: int, world: int, port: int, task: Any, arguments: tuple[Any, ...]) -> None:
+def _run(end: Any, rank: int, world: int, port: int, backend: str, task: Any, arguments: tuple[Any, ...]) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=_TIMEOUT)
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, rank=rank, world_size=world, timeout=_TIMEOUT)
         result = task(rank, *arguments)
     except Exception:
         result = traceback.format_exc()

@@ -1,4 +1,4 @@
-"""Context-parallel prefill of PyTorch tensors: ranks of a gloo group agree with one process."""
+"""Context-parallel prefill of PyTorch tensors: ranks of a group agree with one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,18 @@ from tests.parallel.training import Sequences
 
 _EXACT = ("lse", "indices", "sparse_kl", "warm_kl", "sparse", "warm")
 _PATIENCE = datetime.timedelta(seconds=2)
-_PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+_GPU = pytest.mark.gpu
+_GROUPS = pytest.mark.parametrize(
+    ("place", "backend"),
+    [("cpu", "gloo"), pytest.param("cuda", "gloo", marks=_GPU), pytest.param("cuda", "nccl", marks=_GPU)],
+    ids=["cpu", "cuda-gloo", "cuda-nccl"],
+)
+
+
+def _on_ranks(world: int, task: Any, *arguments: Any, backend: str) -> list[Any]:
+    if backend == "nccl" and torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    return on_all_ranks(world, task, *arguments, backend=backend)
 
 
 def _compare(ranks: list[Any], expected: Any, zigzag: Zigzag, shared: tuple[str, ...] = ()) -> None:
@@ -33,25 +44,25 @@ def _compare(ranks: list[Any], expected: Any, zigzag: Zigzag, shared: tuple[str,
         assert training.error(found[name], x) < tolerance, name
 
 
-@pytest.mark.parametrize("place", _PLACES)
+@_GROUPS
 @pytest.mark.parametrize(
     ("world", "lengths", "chunk_tokens"),
     [(2, (40,), 12), (4, (64, 24), 16), (4, (37, 2, 0, 19), 1 << 14), (4, (3,), 16)],
     ids=["2", "4-packed", "4-uneven", "4-without-tokens"],
 )
-def test_prefill(world: int, lengths: tuple[int, ...], chunk_tokens: int, place: str) -> None:
+def test_prefill(world: int, lengths: tuple[int, ...], chunk_tokens: int, place: str, backend: str) -> None:
     """Results and gradients for several chunks, lengths that no rank count divides, and ranks without tokens."""
     given = Sequences(lengths, place)
-    ranks = on_all_ranks(world, training.on_rank, given, world, chunk_tokens)
+    ranks = _on_ranks(world, training.on_rank, given, world, chunk_tokens, backend=backend)
     _compare(ranks, training.in_one(given), Zigzag(lengths, world), ("d w",))
 
 
-@pytest.mark.parametrize("place", _PLACES)
+@_GROUPS
 @pytest.mark.parametrize(("world", "lengths"), [(2, (40,)), (4, (29, 0, 6, 13))], ids=["2", "4-packed"])
-def test_sparse(world: int, lengths: tuple[int, ...], place: str) -> None:
+def test_sparse(world: int, lengths: tuple[int, ...], place: str, backend: str) -> None:
     """Selection, attention, both losses, and the gradients of all of them."""
     given = Tokens(lengths, place)
-    ranks = on_all_ranks(world, sparse_training.on_rank, given, world)
+    ranks = _on_ranks(world, sparse_training.on_rank, given, world, backend=backend)
     _compare(ranks, sparse_training.in_one(given), Zigzag(lengths, world), ("sparse", "warm"))
 
 
@@ -81,9 +92,9 @@ def _repeats(rank: int, given: Sequences) -> bool:
     return all(torch.equal(x, second[name]) for name, x in first.items())
 
 
-@pytest.mark.parametrize("place", _PLACES)
-def test_deterministic(place: str) -> None:
-    assert on_all_ranks(2, _repeats, Sequences((200, 33), place)) == [True, True]
+@_GROUPS
+def test_deterministic(place: str, backend: str) -> None:
+    assert _on_ranks(2, _repeats, Sequences((200, 33), place), backend=backend) == [True, True]
 
 
 @pytest.mark.gpu
@@ -166,8 +177,9 @@ def _call(
     needs_grad: bool = True,
     of: str = "prefill",
     chunk_tokens: int = 16,
+    place: str = "cpu",
 ) -> None:
-    zigzag, x = Zigzag(lengths, 2), Sequences(lengths).inputs()
+    zigzag, x = Zigzag(lengths, 2), Sequences(lengths, place).inputs()
     given = {name: zigzag.split(x[name].detach().to(dtype), rank) for name in ("q", "latents", "q_rope", "k_rope")}
     q, latents, q_rope, k_rope = (y.requires_grad_(needs_grad) for y in given.values())
     latents, w = latents[:, :width], x["w"].detach().to(dtype)[:, :width]
@@ -178,21 +190,23 @@ def _call(
     prefill(q, latents, training.expand, zigzag, q_rope=q_rope, k_rope=k_rope, **options)
 
 
-def _unequal_calls(rank: int) -> list[str]:
+def _unequal_calls(rank: int, place: str, patience: datetime.timedelta) -> list[str]:
     """Errors of calls that differ on rank 1; after each one the ranks make the same call."""
-    group, errors = dist.new_group(timeout=_PATIENCE), []
+    group, errors = dist.new_group(timeout=patience), []
     for options in _UNEQUAL.values():
         try:
-            _call(rank, group, **(options if rank == 1 else {}))
+            _call(rank, group, place=place, **(options if rank == 1 else {}))
         except ParallelError as error:
             errors.append(str(error))
-        _call(rank, group, lengths=(10 + len(errors),))
+        _call(rank, group, lengths=(10 + len(errors),), place=place)
     return errors
 
 
-def test_unequal_calls() -> None:
+@_GROUPS
+def test_unequal_calls(place: str, backend: str) -> None:
     """Every rank raises at once, before an exchange that would wait."""
-    first, second = on_all_ranks(2, _unequal_calls)
+    patience = _PATIENCE if place == "cpu" else 10 * _PATIENCE  # a GPU's first calls take seconds
+    first, second = _on_ranks(2, _unequal_calls, place, patience, backend=backend)
     assert isinstance(first, list), first
     assert isinstance(second, list), second
     assert len(first) == len(second) == len(_UNEQUAL)

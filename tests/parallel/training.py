@@ -79,8 +79,15 @@ def on_rank(
     cotangents = {name: zigzag.split(x, rank) for name, x in given.cotangents().items()}
     found = _with_gradients(out, lse, cotangents, inputs)
     if world > 1:
-        dist.all_reduce(found["d w"])
+        found["d w"] = added_up(found["d w"])
     return found
+
+
+def added_up(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the ranks, on the host."""
+    x = x.cuda() if dist.get_backend() == "nccl" else x
+    dist.all_reduce(x)
+    return x.cpu()
 
 
 def joined(ranks: list[Tensors], zigzag: Zigzag, shared: tuple[str, ...]) -> Tensors:
