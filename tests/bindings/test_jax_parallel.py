@@ -78,10 +78,17 @@ def test_prefill(jax: Any, of_jax: Any, mesh: Any, lengths: tuple[int, ...], chu
 
 
 @pytest.mark.gpu
-def test_prefill_on_a_gpu(jax_gpu: Any, of_jax: Any) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+def test_prefill_on_gpus(jax_gpu: Any, of_jax: Any, world: int) -> None:
     """One device still meets its early piece's keys in calls of their own."""
-    mesh = jax_gpu.sharding.Mesh(np.array(jax_gpu.devices("gpu")[:1]), (AXIS,))
-    _check_prefill(jax_gpu, of_jax, mesh, Zigzag((200, 56), 1), 64)
+    _check_prefill(jax_gpu, of_jax, _of_gpus(jax_gpu, world), Zigzag((200, 56), world), 64)
+
+
+def _of_gpus(jax: Any, world: int) -> Any:
+    devices = jax.devices("gpu")[:world]
+    if len(devices) < world:
+        pytest.skip(f"needs {world} GPUs")
+    return jax.sharding.Mesh(np.array(devices), (AXIS,))
 
 
 def _check_prefill(jax: Any, of_jax: Any, mesh: Any, zigzag: Zigzag, chunk_tokens: int) -> None:
@@ -114,9 +121,18 @@ def _check_prefill(jax: Any, of_jax: Any, mesh: Any, zigzag: Zigzag, chunk_token
 
 def test_sparse(jax: Any, of_jax: Any, mesh: Any) -> None:
     """Selection, attention, both losses, and the gradients of all of them."""
+    _check_sparse(jax, of_jax, mesh, Zigzag((24, 8), WORLD))
+
+
+@pytest.mark.gpu
+def test_sparse_on_gpus(jax_gpu: Any, of_jax: Any) -> None:
+    _check_sparse(jax_gpu, of_jax, _of_gpus(jax_gpu, 2), Zigzag((24, 8), 2))
+
+
+def _check_sparse(jax: Any, of_jax: Any, mesh: Any, zigzag: Zigzag) -> None:
     from mla_cupy.jax.parallel import sparse_prefill, warmup_objective
 
-    zigzag, n = Zigzag((24, 8), WORLD), 32
+    n = zigzag.tokens
     shapes = {"q": (n, HEADS, 576), "latents": (n, 576), "index_q": (n, 4, 32), "index_k": (n, 32), "weights": (n, 4)}
     given = _random(jax, shapes)
     order = ("q", "latents", "index_q", "index_k", "weights")
