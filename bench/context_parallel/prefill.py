@@ -65,6 +65,10 @@ class Case(NamedTuple):
     chunk_tokens: int
     replays: int
 
+    def zigzag(self, world: int) -> Zigzag:
+        """The sequence over some ranks."""
+        return Zigzag((self.tokens,), world)
+
     def times(self, links: Any, place: str, together: Callable[[], Any] = lambda: None) -> dict[str, float]:
         """Milliseconds of a rank's forward without gradients, and of its forward and backward: medians.
 
@@ -72,7 +76,7 @@ class Case(NamedTuple):
         """
         import torch
 
-        zigzag = Zigzag((self.tokens,), links.world)
+        zigzag = self.zigzag(links.world)
         step, leaves = KINDS[self.kind](zigzag, links, self.heads, self.chunk_tokens, place)
 
         def forward() -> None:
@@ -112,11 +116,12 @@ def run(args: argparse.Namespace, console: Any) -> int:
 
 def measure(case: Case, worlds: Sequence[int], place: str = "cuda") -> Iterator[dict[str, Any]]:
     """Times of one GPU, then of the first and the last rank of each world, with copies in place of exchanges."""
-    single = case.times(alone(1, 0), place)
+    single = case.times(alone(case.zigzag(1), 0), place)
     yield from _rows(1, [0], [single], single, "none")
     for world in worlds:
         ranks = (0, world - 1)
-        yield from _rows(world, ranks, [case.times(alone(world, rank), place) for rank in ranks], single, "copies")
+        found = [case.times(alone(case.zigzag(world), rank), place) for rank in ranks]
+        yield from _rows(world, ranks, found, single, "copies")
 
 
 def on_gpus(gpus: int, case: Case) -> list[dict[str, Any]]:
@@ -156,9 +161,10 @@ def together(world: int, rank: int, case: Case, place: str) -> list[dict[str, An
         dist.all_gather_object(found, mine)
         return found
 
-    single = of_all(case.times(alone(1, 0), place) if rank == 0 else None)[0]
+    single = of_all(case.times(alone(case.zigzag(1), 0), place) if rank == 0 else None)[0]
     rows = list(_rows(1, [0], [single], single, "none"))
-    for exchanges, links in (("copies", alone(world, rank)), ("NCCL", Links(None, world, rank))):
+    zigzag = case.zigzag(world)
+    for exchanges, links in (("copies", alone(zigzag, rank)), ("NCCL", Links.of(zigzag, None))):
         rows += _rows(world, range(world), of_all(case.times(links, place, dist.barrier)), single, exchanges)
     return rows
 

@@ -77,7 +77,7 @@ def sparse(zigzag: Zigzag, links: Any, heads: int, chunk_tokens: int, place: str
 KINDS = {"dense": dense, "sparse": sparse}
 
 
-def alone(world: int, rank: int) -> Any:
+def alone(zigzag: Zigzag, rank: int) -> Any:
     """Links of a rank to others that send what it sends: copies in place of the exchanges."""
     from mla_cupy.torch.parallel.links import Links, Pending
 
@@ -87,7 +87,7 @@ def alone(world: int, rank: int) -> Any:
                 return super().begin(collective, sent, rows)
             return Pending(sent.repeat(rows // max(1, len(sent)), 1), sent, None, sent.device)
 
-    return Alone(None, world, rank)
+    return Alone(None, zigzag.world, rank, zigzag.most)
 
 
 def _leaves(tokens: int, heads: int, place: str) -> dict[str, Any]:

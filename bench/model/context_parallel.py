@@ -49,7 +49,7 @@ class Share:
         Ranks, and tokens of one sequence.
     backward : bool
     chunks : int
-        Gathered chunks.
+        Parts of the keys and values, which exist one after another.
     compute_ms, exchange_ms : float
         All calls; all exchanges.
     exposed_ms : float
@@ -81,11 +81,11 @@ def share(tokens: int, world: int, backward: bool, rates: ContextRates, chunk_to
         return Share(1, tokens, backward, 0, compute + (2 if backward else 1) * alone, 0.0, 0.0, 0.0)
     chunks = 2 * max(1, -(-tokens // (2 * chunk_tokens)))
     compute += _EXPANSIONS[backward] * alone * (1 + 1 / world) + calls_ms(tokens / world, chunks, backward, rates)
-    received = _EXCHANGES[backward] * tokens * (LATENT + ROPE) * _HALF * (world - 1) / world
-    exchange = exchange_ms(received, world, rates) + _EXCHANGES[backward] * chunks * rates.exchange_start_us / _MS
-    each, own = exchange / chunks, compute / (2 * world)  # attention of a rank's pieces to themselves
-    exposed = max(0.0, each - own) + (chunks - 1) * max(0.0, each - (compute - own) / chunks)
-    exposed += each / 2 if backward else 0.0  # the last gradients find no attention
+    received = tokens * (LATENT + ROPE) * _HALF * (world - 1) / world
+    each = exchange_ms(received, world, rates) + rates.exchange_start_us / _MS
+    own = compute / (2 * world)  # attention of a rank's pieces to themselves hides the gather; gradients travel last
+    exposed = max(0.0, each - own) + (each if backward else 0.0)
+    received, exchange = received * _EXCHANGES[backward], each * _EXCHANGES[backward]
     return Share(world, tokens, backward, chunks, compute, exchange, exposed, received)
 
 

@@ -74,6 +74,11 @@ class Zigzag:
         """Tokens of all sequences."""
         return sum(self.lengths)
 
+    @functools.cached_property
+    def most(self) -> int:
+        """Rows of the rank that holds the most."""
+        return max(sum(map(_size, itertools.chain(*self._spans(rank)))) for rank in range(self.world))
+
     @property
     def is_even(self) -> bool:
         """Tell whether all pieces of a sequence have the same size, as the arrays of `jax.shard_map` need."""
@@ -155,28 +160,22 @@ class Segments(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Rows that are gathered together, such as a slice of every rank's early or late pieces.
+    """Keys that exist together, such as a slice of every rank's early or late pieces.
 
     Attributes
     ----------
-    sent : array, int64
-        Rows of this rank.
-    most : int
-        Rows that every rank sends, padding included.
     order : array, int64
-        Rows of the gathered array, (world * most, ...), by sequence, then by piece.
+        Their rows in the gathered array, (world * zigzag.most, ...), by sequence, then by piece.
     calls : tuple of Segments
         Queries of the early pieces and queries of the late pieces, without queries before the keys.
     """
 
-    sent: Rows
-    most: int
     order: Rows
     calls: tuple[Segments, ...]
 
 
 class Schedule(NamedTuple):
-    """A rank's calls of `mla_prefill`, and its exchanges.
+    """A rank's calls of `mla_prefill`.
 
     Attributes
     ----------
@@ -192,17 +191,15 @@ class Schedule(NamedTuple):
 
 @functools.lru_cache(maxsize=_MOST_SCHEDULES)
 def whole(zigzag: Zigzag, rank: int) -> Chunk:
-    """Chunk of all rows, gathered in the sequences' order.
+    """Chunk of all rows, in the sequences' order.
 
     The calls are for queries of the early pieces and of the late ones, causal.
     """
-    rows = [zigzag.rows(r) for r in range(zigzag.world)]
-    most = max(map(len, rows))
     order = np.empty(zigzag.tokens, np.int64)
-    for r, of_rank in enumerate(rows):
-        order[of_rank] = r * most + np.arange(len(of_rank))
-    calls = tuple(_causal(zigzag, rank, half) for half in HALVES)
-    return Chunk(np.arange(len(rows[rank])), most, order, calls)
+    for r in range(zigzag.world):
+        rows = zigzag.rows(r)
+        order[rows] = r * zigzag.most + np.arange(len(rows))
+    return Chunk(order, tuple(_causal(zigzag, rank, half) for half in HALVES))
 
 
 @functools.lru_cache(maxsize=_MOST_SCHEDULES)
@@ -227,12 +224,9 @@ def _chunk(zigzag: Zigzag, rank: int, half: int, i: int, count: int) -> Chunk:
     """Slice i of `count` of all pieces of a half."""
     slices = [_slices(zigzag, r, half, i, count) for r in range(zigzag.world)]
     sizes = np.array([[len(rows) for rows in of_rank] for of_rank in slices])  # [rank, sequence]
-    most = int(sizes.sum(1).max())
-    firsts = most * np.arange(zigzag.world)[:, None] + np.cumsum(sizes, axis=1) - sizes
-    ranks = _by_piece(zigzag.world, half)
-    order = [firsts[r, n] + np.arange(sizes[r, n]) for n in range(sizes.shape[1]) for r in ranks]
+    order = [r * zigzag.most + slices[r][n] for n in range(sizes.shape[1]) for r in _by_piece(zigzag.world, half)]
     calls = (_segments(zigzag, rank, queries, half, sizes) for queries in HALVES if queries >= half)
-    return Chunk(np.concatenate(slices[rank]), most, np.concatenate(order), tuple(calls))
+    return Chunk(np.concatenate(order), tuple(calls))
 
 
 def _slices(zigzag: Zigzag, rank: int, half: int, i: int, count: int) -> list[Rows]:

@@ -157,7 +157,6 @@ def test_a_lost_rank_ends_the_others(seconds: float) -> None:
 
 
 _UNEQUAL: dict[str, dict[str, Any]] = {
-    "chunk_tokens=8": {"chunk_tokens": 8},
     "of 12 tokens in 3 sequences": {"lengths": (4, 4, 4)},
     "of 16 tokens": {"lengths": (8, 8)},
     "rows of 96 ": {"width": 32},

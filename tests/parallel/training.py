@@ -74,7 +74,7 @@ def on_rank(
     inputs = {name: zigzag.split(x.detach(), rank).requires_grad_() for name, x in whole.items() if name != "w"}
     inputs["w"] = whole["w"]
     of = {"q_rope": inputs["q_rope"], "k_rope": inputs["k_rope"], "parameters": (inputs["w"],), "scale": SCALE}
-    options = {"chunk_tokens": chunk_tokens, "deterministic": deterministic}
+    options = {"chunk_tokens": chunk_tokens + rank, "deterministic": deterministic}  # ranks may differ
     out, lse = prefill(inputs["q"], inputs["latents"], expand, zigzag, **options, **of)
     cotangents = {name: zigzag.split(x, rank) for name, x in given.cotangents().items()}
     found = _with_gradients(out, lse, cotangents, inputs)

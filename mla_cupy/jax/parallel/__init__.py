@@ -111,9 +111,9 @@ def prefill(
 
     Notes
     -----
-    XLA's scheduler may overlap the gather of a chunk with attention to the chunk before it. Gradients of latents travel
-    in the dtype of the latents, so each device's part is rounded once; the owner adds the parts in float32, in the
-    order of the devices. `shard_map` adds up the gradients of parameters that are the same on all devices.
+    Gradients of latents travel in the dtype of the latents, so each device's part is rounded once; the owner adds the
+    parts in float32, in the order of the devices. `shard_map` adds up the gradients of parameters that are the same on
+    all devices.
     """
     check(zigzag, axis, {"q": q, "latents": latents, "q_rope": q_rope, "k_rope": k_rope})
     tokens = check_count("chunk_tokens", chunk_tokens, 1, MAX_TOKENS)

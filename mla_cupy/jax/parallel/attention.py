@@ -1,4 +1,4 @@
-"""Dense attention to gathered latents, chunk by chunk, forward and backward."""
+"""Dense attention to gathered latents, forward and backward: keys and values exist for a chunk of them at a time."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ def attention(
     """Output in the dtype of q, and log-sum-exps."""
     keys = static.keys(rows, parameters)
     out, lse = mla.mla_prefill(q, **keys, q_rope=q_rope, packed=packed(static.own(), static.axis), out_dtype="float32")
+    every = gathered(rows, static.axis)
     for chunk, calls in static.chunks():
-        keys = static.keys(gathered(rows, chunk, static.axis), parameters)
+        keys = static.keys(every[chunk.order], parameters)
         for call in calls:
             at = rows_of(call)
             of: dict[str, Any] = {"packed": packed(call, static.axis), "causal": False, "out_dtype": "float32"}
@@ -77,11 +78,12 @@ def _backward(static: Static, saved: Any, gradients: tuple[jax.Array, jax.Array]
     queries = {"q": q, "q_rope": q_rope, "out": out, "dout": gradients[0].astype(q.dtype), "lse": lse}
     queries["dlse"] = gradients[1]
     sums, of_rows = _pull(static, [static.own()], rows, queries, parameters, sums, causal=True)
+    every = gathered(rows, static.axis)
+    sent = jnp.zeros_like(every)
     for chunk, calls in static.chunks():
-        every = gathered(rows, chunk, static.axis)
-        sums, gradient = _pull(static, calls, every, queries, parameters, sums, causal=False)
-        own = scattered(gradient.astype(rows.dtype), chunk, static.axis, static.zigzag.world)
-        of_rows = of_rows.at[chunk.sent].add(own)
+        sums, gradient = _pull(static, calls, every[chunk.order], queries, parameters, sums, causal=False)
+        sent = sent.at[chunk.order].set(gradient.astype(sent.dtype))
+    of_rows += scattered(sent, static.axis, static.zigzag.world)
     found = (*sums[:2], of_rows, sums[2])
     return jax.tree.map(lambda x, like: x.astype(like.dtype), found, saved[:4])  # type: ignore[no-any-return]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.ops.groups import Packed
-from mla_cupy.parallel.zigzag import Chunk, Segments, Zigzag, check_tokens, whole
+from mla_cupy.parallel.zigzag import Segments, Zigzag, check_tokens, whole
 
 Gradients = tuple[Any, ...]
 
@@ -56,23 +56,21 @@ def bounds(zigzag: Zigzag, axis: str) -> tuple[jax.Array, jax.Array]:
 # ---- Exchanges ------------------------------------------------------------------------------------------------------
 
 
-def gathered(x: jax.Array, chunk: Chunk, axis: str) -> jax.Array:
-    """Rows of all devices in the order of a chunk."""
-    every = jax.lax.all_gather(x[chunk.sent], axis, tiled=True)
-    return every[chunk.order]
+def gathered(x: jax.Array, axis: str) -> jax.Array:
+    """Rows of all devices, one device after another."""
+    return jax.lax.all_gather(x, axis, tiled=True)
 
 
-def scattered(gradient: jax.Array, chunk: Chunk, axis: str, world: int) -> jax.Array:
+def scattered(gradients: jax.Array, axis: str, world: int) -> jax.Array:
     """Send the gradients of gathered rows to the rows' devices, which add them up in float32, in the devices' order."""
-    sent = jnp.zeros((world * chunk.most, *gradient.shape[1:]), gradient.dtype).at[chunk.order].set(gradient)
-    received = jax.lax.all_to_all(sent.reshape(world, chunk.most, *gradient.shape[1:]), axis, 0, 0)
+    received = jax.lax.all_to_all(gradients.reshape(world, -1, *gradients.shape[1:]), axis, 0, 0)
     return received.sum(0, dtype=jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gather_rows(zigzag: Zigzag, axis: str, x: jax.Array) -> jax.Array:
     """Rows of all devices in the sequences' order; backward, the sums of their gradients."""
-    return gathered(x, whole(zigzag, 0), axis)
+    return gathered(x, axis)[whole(zigzag, 0).order]
 
 
 def _gather_forward(zigzag: Zigzag, axis: str, x: jax.Array) -> tuple[jax.Array, None]:
@@ -80,7 +78,8 @@ def _gather_forward(zigzag: Zigzag, axis: str, x: jax.Array) -> tuple[jax.Array,
 
 
 def _gather_backward(zigzag: Zigzag, axis: str, saved: None, gradient: jax.Array) -> Gradients:
-    return (scattered(gradient, whole(zigzag, 0), axis, zigzag.world).astype(gradient.dtype),)
+    sent = jnp.zeros_like(gradient).at[whole(zigzag, 0).order].set(gradient)
+    return (scattered(sent, axis, zigzag.world).astype(gradient.dtype),)
 
 
 gather_rows.defvjp(_gather_forward, _gather_backward)

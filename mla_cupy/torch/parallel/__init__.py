@@ -68,7 +68,7 @@ def prefill(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of this rank's queries to the keys of all ranks; differentiable.
 
-    Latents are gathered in chunks. While a chunk is on its way, `mla_prefill` attends to the chunk before it.
+    Latents are gathered while each piece attends to itself.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def prefill(
     scale : float, optional
         Factor of the scores, as for `mla_prefill`.
     chunk_tokens : int
-        Approximate number of tokens with keys and values in memory at a time; the same on every rank.
+        Approximate number of tokens with keys and values in memory at a time.
     deterministic : bool, optional
         Give all gradients the same bits in every run, as for `mla_prefill_backward`. Default: what
         `torch.are_deterministic_algorithms_enabled()` says.
@@ -133,7 +133,7 @@ def prefill(
     attention = Attention(links, *calls, expand, latents.shape[-1], scale, exactly)
     rows = latents if k_rope is None else torch.cat([latents, k_rope], -1)
     needs_grad = any(x is not None and x.requires_grad for x in (q, q_rope, rows, *parameters))
-    agree(links, "prefill", zigzag, rows, needs_grad, f", chunk_tokens={chunk_tokens}")
+    agree(links, "prefill", zigzag, rows, needs_grad)
     found: tuple[torch.Tensor, torch.Tensor] = Prefill.apply(attention, q, q_rope, rows, *parameters)
     return found
 

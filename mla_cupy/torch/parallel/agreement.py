@@ -20,7 +20,7 @@ _MOST_CALLS = 1024
 _compared: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
 
 
-def agree(links: Links, call: str, zigzag: Zigzag, rows: torch.Tensor, needs_grad: bool, options: str = "") -> None:
+def agree(links: Links, call: str, zigzag: Zigzag, rows: torch.Tensor, needs_grad: bool) -> None:
     """Compare a call with the calls of the other ranks, the first time that this group makes it.
 
     Parameters
@@ -33,8 +33,6 @@ def agree(links: Links, call: str, zigzag: Zigzag, rows: torch.Tensor, needs_gra
         What travels, one row per token.
     needs_grad : bool
         Some argument requires grad, so the backward exchanges, too.
-    options : str
-        Further arguments that must be the same on every rank.
 
     Raises
     ------
@@ -44,7 +42,7 @@ def agree(links: Links, call: str, zigzag: Zigzag, rows: torch.Tensor, needs_gra
     """
     if links.world == 1 or is_capturing():
         return
-    described = (call, zigzag, tuple(rows.shape[1:]), rows.dtype, needs_grad and torch.is_grad_enabled(), options)
+    described = (call, zigzag, tuple(rows.shape[1:]), rows.dtype, needs_grad and torch.is_grad_enabled())
     known = _compared.setdefault(links.group or dist.group.WORLD, set())
     if described in known:
         return
@@ -58,14 +56,12 @@ def agree(links: Links, call: str, zigzag: Zigzag, rows: torch.Tensor, needs_gra
     known.add(described)
 
 
-def _text(
-    call: str, zigzag: Zigzag, shape: tuple[int, ...], dtype: torch.dtype, has_gradients: bool, options: str
-) -> str:
+def _text(call: str, zigzag: Zigzag, shape: tuple[int, ...], dtype: torch.dtype, has_gradients: bool) -> str:
     """A short text that differs, almost surely, between calls that do not fit together."""
     lengths = zlib.crc32(repr(zigzag.lengths).encode())
     of = f"{zigzag.tokens} tokens in {len(zigzag.lengths)} sequences (checksum {lengths:08x})"
     kind = " ".join([*map(str, shape), str(dtype).removeprefix("torch.")])
-    return f"{call} of {of}, rows of {kind}, {'with' if has_gradients else 'no'} gradients{options}"
+    return f"{call} of {of}, rows of {kind}, {'with' if has_gradients else 'no'} gradients"
 
 
 def _gathered(links: Links, text: str, device: torch.device) -> list[str]:

@@ -1,4 +1,8 @@
-"""Dense attention to gathered latents, chunk by chunk, forward and backward."""
+"""Dense attention to gathered latents, forward and backward: keys and values exist for a chunk of them at a time.
+
+Latents travel once in each direction. Exchanges between the chunks would cost more: ranks come to them at different
+times, and NCCL's kernels keep multiprocessors busy while they wait for one another.
+"""
 
 from __future__ import annotations
 
@@ -50,15 +54,12 @@ class Attention(NamedTuple):
         self, q: torch.Tensor, q_rope: Maybe, rows: torch.Tensor, parameters: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output in float32, and log-sum-exps."""
-        links, chunks = self.links, self.chunks
-        pending = links.gather(rows, chunks[0])
+        pending = self.links.gather(rows)
         keys = self._keys(rows, parameters)
         of = {"packed": self.own.packed, "scale": self.scale, "out_dtype": torch.float32}
         out, lse = mla.mla_prefill(q, **keys, q_rope=q_rope, **of)
-        for i, chunk in enumerate(chunks):
-            gathered = pending.wait()
-            if i + 1 < len(chunks):
-                pending = links.gather(rows, chunks[i + 1])
+        gathered = pending.wait()
+        for chunk in self.chunks:
             if chunk.calls:
                 keys = self._keys(gathered[chunk.order], parameters)
             for call in chunk.calls:
@@ -106,31 +107,24 @@ class Backward:
 
     def run(self) -> tuple[Maybe, ...]:
         """Return all gradients, each in the dtype of its tensor."""
-        links, chunks = self.attention.links, self.attention.chunks
-        pending, sending = links.gather(self.rows, chunks[0]), None
+        links = self.attention.links
+        pending, gradients = links.gather(self.rows), links.gradients(self.rows)
         if len(self.rows):
             self.drows += self._pull((self.attention.own,), self.rows, causal=True)
-        for i, chunk in enumerate(chunks):
-            gathered = pending.wait()[chunk.order]
-            if i + 1 < len(chunks):
-                pending = links.gather(self.rows, chunks[i + 1])
-            gradient = self._pull(chunk.calls, gathered, causal=False)
-            if sending is not None:
-                self._add(sending, chunks[i - 1])
-            sending = links.scatter(gradient.to(self.rows.dtype), chunk)
-        self._add(sending, chunks[-1])
+        gathered = pending.wait()
+        for chunk in self.attention.chunks:
+            if chunk.calls:
+                gradients[chunk.order] = self._pull(chunk.calls, gathered[chunk.order], causal=False).to(
+                    gradients.dtype
+                )
+        self.drows += links.added_up(gradients, len(self.rows))
         sums, given = (self.dq, self.dq_rope, self.drows), (self.q, self.q_rope, self.rows)
         pairs = zip((*sums, *self.dparameters), (*given, *self.parameters), strict=True)
         return tuple(None if x is None or like is None else x.to(like.dtype) for x, like in pairs)
 
-    def _add(self, sending: Any, chunk: Chunk) -> None:
-        self.drows[chunk.sent] += self.attention.links.summed(sending, chunk)
-
     def _pull(self, calls: Sequence[Segments], rows: torch.Tensor, causal: bool) -> torch.Tensor:
         """Gradients of the rows that the calls read, in float32; adds up the gradients of queries and parameters."""
         gradient, width = _zeros(rows), self.attention.width
-        if not calls:
-            return gradient
         leaves = [rows[:, :width].detach().requires_grad_()]
         leaves += [x.detach().requires_grad_(x.requires_grad) for x in self.parameters]
         with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Process groups: schedules on a device, and exchanges of rows that overlap with attention."""
+"""Process groups: schedules on a device, and exchanges of rows."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ class Segments(NamedTuple):
 class Chunk(NamedTuple):
     """`zigzag.Chunk` on a device, without calls whose queries see no key."""
 
-    sent: torch.Tensor
-    most: int
     order: torch.Tensor
     calls: tuple[Segments, ...]
 
@@ -92,7 +90,7 @@ def _bounds(zigzag: Zigzag, rank: int, device: torch.device) -> tuple[torch.Tens
 
 def _chunk(chunk: pieces.Chunk, device: torch.device) -> Chunk:
     calls = tuple(_segments(call, device) for call in chunk.calls if not call.is_empty)
-    return Chunk(_tensor(chunk.sent, device), chunk.most, _tensor(chunk.order, device), calls)
+    return Chunk(_tensor(chunk.order, device), calls)
 
 
 def _segments(call: pieces.Segments, device: torch.device) -> Segments:
@@ -123,16 +121,17 @@ class Pending(NamedTuple):
 
 
 class Links(NamedTuple):
-    """A process group, and this process's rank in it."""
+    """A process group, this process's rank in it, and the rows that each rank sends, padding included."""
 
     group: Any
     world: int
     rank: int
+    most: int
 
     @staticmethod
     def of(zigzag: Zigzag, group: Any) -> Links:
         if not dist.is_initialized() and zigzag.world == 1:
-            return Links(None, 1, 0)
+            return Links(None, 1, 0, zigzag.most)
         if not dist.is_initialized():
             raise ArgumentError(
                 explain("group", "no process group", "one", "call torch.distributed.init_process_group")
@@ -141,24 +140,26 @@ class Links(NamedTuple):
         if world != zigzag.world or rank < 0:
             got = f"a group of {world} ranks, this process being {'none' if rank < 0 else rank}"
             raise ArgumentError(explain("group", got, f"zigzag.world={zigzag.world} ranks, this process among them"))
-        return Links(group, world, rank)
+        return Links(group, world, rank, zigzag.most)
 
-    def gather(self, x: torch.Tensor, chunk: Chunk) -> Pending:
-        """Begin to gather rows of all ranks, (world * most, ...)."""
-        sent = x.new_zeros(chunk.most, *x.shape[1:])
-        sent[: len(chunk.sent)] = x.detach()[chunk.sent]
-        return self.begin(gather_rows, sent, self.world * chunk.most)
+    def gather(self, x: torch.Tensor) -> Pending:
+        """Begin to gather the rows of all ranks, (world * most, ...)."""
+        sent = x.detach()
+        if len(x) < self.most:
+            sent = torch.cat([sent, sent.new_zeros(self.most - len(x), *x.shape[1:])])
+        return self.begin(gather_rows, sent.contiguous(), self.world * self.most)
 
-    def scatter(self, gradient: torch.Tensor, chunk: Chunk) -> Pending:
-        """Begin to send the gradients of gathered rows, in the order of `chunk.order`, to the ranks that own them."""
-        sent = gradient.new_zeros(self.world * chunk.most, *gradient.shape[1:])
-        sent[chunk.order] = gradient
-        return self.begin(dist.all_to_all_single, sent, len(sent))
+    def gradients(self, like: torch.Tensor) -> torch.Tensor:
+        """Zeros for the gradients of gathered rows, (world * most, ...)."""
+        return like.new_zeros(self.world * self.most, *like.shape[1:])
 
-    def summed(self, pending: Pending, chunk: Chunk) -> torch.Tensor:
-        """Sum the gradients from all ranks for the rows `chunk.sent`; float32, in the order of the ranks."""
-        received = pending.wait().unflatten(0, (self.world, chunk.most))
-        return received[:, : len(chunk.sent)].sum(0, dtype=torch.float32)
+    def added_up(self, gradients: torch.Tensor, rows: int) -> torch.Tensor:
+        """Send gradients of gathered rows to the ranks that own them; returns the sums of this rank's rows.
+
+        They are float32, added in the order of the ranks.
+        """
+        received = self.begin(dist.all_to_all_single, gradients, len(gradients)).wait()
+        return received.unflatten(0, (self.world, self.most))[:, :rows].sum(0, dtype=torch.float32)
 
     def begin(self, collective: Callable[..., Any], sent: torch.Tensor, rows: int) -> Pending:
         """Begin an exchange that makes an array of `rows` rows."""
@@ -187,12 +188,13 @@ class Gather(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, links: Links, chunk: Chunk, x: torch.Tensor) -> torch.Tensor:
-        ctx.links, ctx.chunk, ctx.dtype = links, chunk, x.dtype
+        ctx.links, ctx.chunk, ctx.rows = links, chunk, len(x)
         carried = x.view(torch.uint8) if x.element_size() == 1 else x  # backends do not support e4m3
-        return links.gather(carried, chunk).wait()[chunk.order].view(x.dtype)
+        return links.gather(carried).wait()[chunk.order].view(x.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        links, chunk = ctx.links, ctx.chunk
-        return None, None, links.summed(links.scatter(gradient, chunk), chunk).to(ctx.dtype)
+        sent = ctx.links.gradients(gradient)
+        sent[ctx.chunk.order] = gradient
+        return None, None, ctx.links.added_up(sent, ctx.rows).to(gradient.dtype)
