@@ -54,7 +54,9 @@ def _over_devices(jax: Any, mesh: Any, zigzag: Zigzag, function: Any, given: Arr
         return jax.lax.psum(value, AXIS), others
 
     over = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(spec(), spec(AXIS)))
-    (value, others), gradients = jax.jit(jax.value_and_grad(over, has_aux=True))(dealt)
+    lowered = jax.jit(jax.value_and_grad(over, has_aux=True)).lower(dealt)
+    assert "tensor<0xi32>" not in lowered.as_text(), "a scatter without indices, which crashes JAX 0.11"
+    (value, others), gradients = lowered.compile()(dealt)
     joined = {name: x if name in _SHARED else zigzag.join(x) for name, x in gradients.items()}
     return value, {name: zigzag.join(x) for name, x in others.items()}, joined
 

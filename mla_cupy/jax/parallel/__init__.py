@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import mla_cupy.jax as mla
 from mla_cupy.jax.parallel.attention import Expand, Static, attention
-from mla_cupy.jax.parallel.exchanges import bounds, check, gather_rows, packed, rows_of
+from mla_cupy.jax.parallel.exchanges import bounds, check, gather_rows, packed, put, rows_of
 from mla_cupy.jax.varying import spread
 from mla_cupy.ops.checks import check_count, check_flag
 from mla_cupy.ops.indexer.loss_inputs import weight_factor
@@ -271,7 +271,7 @@ def warmup_objective(
         of: dict[str, Any] = {name: None if x is None else x[at] for name, x in named.items()}
         of |= {"k_rope": k_rope, "packed": packed(calls, axis), "scale": scale}
         value, each = mla.indexer_warmup_objective(q[at], k, index_q[at], index_k, weights[at], **of)
-        objective, kl = objective + value, kl + jnp.zeros(len(q)).at[at].set(each)
+        objective, kl = objective + value, put(kl, at, kl[at] + each)
     return objective, kl
 
 

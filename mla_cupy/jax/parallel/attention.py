@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import mla_cupy.jax as mla
-from mla_cupy.jax.parallel.exchanges import Gradients, gathered, packed, rows_of, scattered
+from mla_cupy.jax.parallel.exchanges import Gradients, gathered, packed, put, rows_of, scattered
 from mla_cupy.parallel.zigzag import Chunk, Segments, Zigzag, schedule
 
 Expand = Callable[..., tuple[jax.Array, jax.Array]]
@@ -63,7 +63,7 @@ def attention(
             of: dict[str, Any] = {"packed": packed(call, static.axis), "causal": False, "out_dtype": "float32"}
             of |= {"q_rope": None if q_rope is None else q_rope[at], "state_out": out[at], "state_lse": lse[at]}
             made = mla.mla_prefill(q[at], **keys, **of)
-            out, lse = (x.at[at].set(part) for x, part in zip((out, lse), made, strict=True))
+            out, lse = (put(x, at, part) for x, part in zip((out, lse), made, strict=True))
     return out.astype(q.dtype), lse
 
 
@@ -106,8 +106,8 @@ def _pull(
         at = rows_of(call)
         of: dict[str, Any] = {name: None if x is None else x[at] for name, x in queries.items()}
         made: Any = mla.mla_prefill_backward(**of, **keys, packed=packed(call, static.axis), causal=causal)
-        dq = dq.at[at].add(made[0].astype(jnp.float32))
-        dq_rope = None if dq_rope is None else dq_rope.at[at].add(made[3].astype(jnp.float32))
+        dq = put(dq, at, dq[at] + made[0].astype(jnp.float32))
+        dq_rope = None if dq_rope is None else put(dq_rope, at, dq_rope[at] + made[3].astype(jnp.float32))
         found.append((made[1], made[2], made[4]))
     dk, dv, dk_rope = jax.tree.map(lambda *parts: sum(parts[1:], start=parts[0]), *found)
     of_latents, *added = (x.astype(jnp.float32) for x in pull((dk, dv)))

@@ -47,6 +47,11 @@ def rows_of(calls: Sequence[Segments]) -> slice:
     return slice(calls[0].begin, calls[0].end)
 
 
+def put(x: jax.Array, rows: slice, part: jax.Array) -> jax.Array:
+    """Replace some rows. Of all rows JAX 0.11 makes a scatter without indices, which crashes its compiler."""
+    return part if part.shape == x.shape else x.at[rows].set(part)
+
+
 def bounds(zigzag: Zigzag, axis: str) -> tuple[jax.Array, jax.Array]:
     """`Zigzag.bounds` of this device."""
     first, last = zip(*(zigzag.bounds(rank) for rank in range(zigzag.world)), strict=True)
