@@ -18,11 +18,11 @@ struct LinePrefetch {
     }
 };
 
-// Prefetches the data that a kernel reads one after another at its start: schedule, lengths, block table, and the first
-// kQueryLines lines of each query row. The previous kernel may not have written them yet; they will be in L2 all the
-// same. PERF(H200, 2026-11-22, -0.5 % to -2 % of batches of up to 32 sequences with up to 32 rows): no gain with more
-// rows.
-template <class Work, i32 kQueryLines>
+// Prefetches the data that a kernel reads one after another at its start: schedule, lengths, block table, the first
+// kQueryLines lines of each query row, and with kRopeLine its RoPE columns, which may be apart. The previous kernel may
+// not have written them yet; they will be in L2 all the same. PERF(H200, 2026-11-22, -0.5 % to -2 % of batches of up to
+// 32 sequences with up to 32 rows): no gain with more rows.
+template <class Work, i32 kQueryLines, bool kRopeLine = false>
 MLA_DEVICE void prefetch_inputs(const DecodeParams& p) {
     constexpr i32 kLineBytes = 128, kWords = kLineBytes / sizeof(i32), kPoints = kLineBytes / sizeof(SchedulePoint);
     LinePrefetch prefetch;
@@ -44,5 +44,11 @@ MLA_DEVICE void prefetch_inputs(const DecodeParams& p) {
         return p.q + request * p.q_stride_b_elems + (token - request * p.s_q) * p.q_stride_s_elems +
                head * p.q_stride_h_elems + line * (kLineBytes / (i32)sizeof(u16));
     });
+    if constexpr (kRopeLine) {
+        prefetch.lines(p.b * p.s_q * p.h_q, [&](i32 row) {
+            const i32 token = row / p.h_q, request = token / p.s_q;
+            return split_query_row(p, request, token - request * p.s_q, 0, row - token * p.h_q).rope;
+        });
+    }
 }
 }  // namespace mla::attention

@@ -5,7 +5,7 @@
 // thread block, and the tokens inside their window. decode/schedule_groups.cu writes the list of groups; without a list
 // each request is a group.
 #pragma once
-#include "attention/split_work.cuh"
+#include "attention/split_queries.cuh"
 #include "ptx/control.cuh"
 
 namespace mla::attention {
@@ -20,7 +20,6 @@ struct QueryGroup {
 };
 
 struct FormAddresses {
-    const u16* q_rope;         // the last 64 columns of the queries, or null: q has them
     const QueryGroup* groups;  // (b,), or null: each request is a group, and sees all tokens
     const float* out_cos;      // (out_max_position, 32), or null: results are not turned, see attention/output_rope.cuh
     const float* out_sin;      // the same
@@ -28,8 +27,7 @@ struct FormAddresses {
 };
 
 // `b` are the groups that there may be, `s_q` the queries of a full one.
-struct DecodeFormParams : FormAddresses, DecodeParams {
-    i64 q_rope_stride_b_elems, q_rope_stride_s_elems, q_rope_stride_h_elems;  // strides of q if q has the columns
+struct DecodeFormParams : FormAddresses, DecodeRopeParams {
     i64 out_cos_stride_elems, out_sin_stride_elems;
     i64 out_positions_stride_b_bytes, out_positions_stride_s_bytes;
     i32 window;  // most recent tokens a query sees, itself included; 0: all
@@ -151,19 +149,8 @@ struct WorkIteratorOf<GroupedWork> {
 };
 
 // ---- Queries ---------------------------------------------------------------------------------------------------
-// A row of queries in two parts; of one array, too.
-struct SplitRow {
-    const u16 *latent, *rope;
-};
-
 MLA_DEVICE SplitRow split_query_row(const DecodeParams& p, const GroupItem& item, i32 kv_head, i32 row) {
-    const DecodeFormParams& forms = forms_of(p);
-    const i32 group = p.h_q / p.h_kv, head = kv_head * group + row % group, query = item.first_query + row / group;
-    const u16* const latent =
-        p.q + item.request * p.q_stride_b_elems + (i64)query * p.q_stride_s_elems + (i64)head * p.q_stride_h_elems;
-    if (forms.q_rope == nullptr) return {latent, latent + kHeadDimV};
-    return {latent, forms.q_rope + item.request * forms.q_rope_stride_b_elems +
-                        (i64)query * forms.q_rope_stride_s_elems + (i64)head * forms.q_rope_stride_h_elems};
+    return split_query_row(p, item.request, item.first_query, kv_head, row);
 }
 }  // namespace mla::attention
 

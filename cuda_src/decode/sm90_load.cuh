@@ -41,16 +41,14 @@ constexpr i32 kQueryWarps = kQueryThreads / kWarpThreads;
 
 template <class Tile, class Block>
 MLA_DEVICE void load_query_rows(const Block& block, SmemAddr q, const u16* my_row, i32 first_row, i32 lane) {
-    constexpr i32 kRows = Block::kRows, kChunks = Tile::kHeadDimQk / 8;  // of a row; zeros make its SW128 tiles whole
-    constexpr bool kPadded = kChunks < Tile::kSwTilesQk * kSw128Chunks;
+    constexpr i32 kRows = Block::kRows;
     static_assert(ceil_div(kRows, kQueryWarps) <= kWarpThreads, "a lane knows one row of its warp");
     for (i32 i = 0, row = first_row; row < kRows; ++i, row += kQueryWarps) {
         const u16* from = reinterpret_cast<const u16*>(__shfl_sync(kFullWarp, reinterpret_cast<u64>(my_row), i));
         const bool present = block.row0 + row < block.rows;
         for (i32 chunk = lane; chunk < Tile::kSwTilesQk * kSw128Chunks; chunk += kWarpThreads) {
             const u32 sw_tile = (u32)(chunk / kSw128Chunks) * (kRows * kSw128RowBytes);
-            cp_async_16(q + (sw_tile + sw128_offset(row, chunk % kSw128Chunks)), from + chunk * 8,
-                        present && (!kPadded || chunk < kChunks));
+            cp_async_16(q + (sw_tile + sw128_offset(row, chunk % kSw128Chunks)), from + chunk * 8, present);
         }
     }
 }
@@ -60,7 +58,9 @@ template <class Work>
 struct ItemRows {
     const u16* my_row;
     template <class Tile>
-    static constexpr i32 kLatentLines = Tile::kSwTilesQk;  // of a row at `latent`
+    static constexpr i32 kLatentLines = Tile::kSwTilesQk;  // of a row
+    template <class Tile>
+    static constexpr bool kRopeLine = false;  // one line more, apart
 
     template <class Block>
     MLA_DEVICE ItemRows(const Block& block, const WorkItem& item, i32 row)
@@ -69,7 +69,10 @@ struct ItemRows {
     MLA_DEVICE void load(const Block& block, const WorkItem&, SmemAddr q, i32 first_row, i32 lane) const {
         load_query_rows<Tile>(block, q, my_row, first_row, lane);
     }
-    MLA_DEVICE const u16* latent() const { return my_row; }
+    template <class Tile>
+    MLA_DEVICE void prefetch() const {
+        for (i32 i = 0; i < kLatentLines<Tile>; ++i) prefetch_global_l2(my_row + i * kSw128Columns);
+    }
 };
 
 // `block.items()` iterates over the block's work items; `store_more(item)` stores additional data with the rows.
@@ -87,11 +90,8 @@ MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& s
     for (auto walk = block.items(); walk.next(p, item);) {
         if (item.tile_begin >= item.tile_end) continue;
         const Rows rows(block, item, first_row + lane * kQueryWarps);
-        if (others_at_work) {  // on a previous work item: prefetch the rows into L2 meanwhile
-            for (i32 sw_tile = 0; sw_tile < Rows::template kLatentLines<Tile>; ++sw_tile) {
-                prefetch_global_l2(rows.latent() + sw_tile * kSw128Columns);
-            }
-        }
+        // Others may be at work on a previous work item: the rows come into L2 meanwhile.
+        if (others_at_work) rows.template prefetch<Tile>();
         if constexpr (Block::kStartsEarly) griddepcontrol_wait();
         mbarrier_wait(stages.empty[stage], ring.empty_parity(stage));
         const u32 offset = stage * Tile::kSwTilesQk * kRows * kSw128RowBytes;

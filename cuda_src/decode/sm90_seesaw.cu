@@ -28,6 +28,7 @@
 #include "common/limits.cuh"
 #include "decode/sm90_huge_rows.cuh"
 #include "decode/sm90_load.cuh"
+#include "decode/split_rows.cuh"
 #include "tile/warp.cuh"
 
 #if defined(MLA_FORMS)
@@ -50,7 +51,7 @@ struct BoxKeys;
 // query rows (load), the mask on scores and values (mask, Hidden), and a final step before the output is stored
 // (store).
 struct PlainCall : PlainRows {
-    using Work = ScheduledWork;
+    using Work = SplitQueryWork;
     using Hidden = HiddenTokens;
     using Layout = HalfLayout</*kRowsInTurn=*/true>;
     template <class Tile>
@@ -68,6 +69,11 @@ struct PlainCall : PlainRows {
 
     template <class Block>
     MLA_DEVICE static void store(const Block&, const WorkItem&, Math&, i32) {}
+
+    template <class Tile>
+    MLA_DEVICE static float score(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row, const u16* key) {
+        return split_score<Tile>(p, split_query_row(p, item.request, 0, kv_head, row), key);
+    }
 };
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
@@ -75,14 +81,14 @@ struct PlainCall : PlainRows {
 using Call = FormsCall;
 using Params = DecodeFormParams;
 MLA_DECODE_FORM_FACTS();
-#else
-#ifdef MLA_TREE_MASK
+#elif defined(MLA_TREE_MASK)
 using Call = TreeCall;
-#else
-using Call = PlainCall;
-#endif
 using Params = DecodeParams;
 MLA_DECODE_FACTS();
+#else
+using Call = PlainCall;
+using Params = DecodeRopeParams;
+MLA_DECODE_ROPE_FACTS();
 #endif
 
 struct Tile : PairTile<MLA_DTYPE, MLA_HEAD_DIM_QK> {

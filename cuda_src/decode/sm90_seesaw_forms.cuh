@@ -1,5 +1,5 @@
 // The variant of decode/sm90_seesaw.cu with optional inputs (attention/query_groups.cuh): a varying number of queries
-// per request, a sliding window, queries in two arrays, results that RoPE turns back.
+// per request, a sliding window, results that RoPE turns back.
 #pragma once
 #include "attention/sm90/turned_result.cuh"
 #include "attention/sm90/window_values.cuh"
@@ -17,7 +17,7 @@ MLA_DEVICE void mask_before(float (&scores)[kCount], i32 r, i32 first, i32 threa
     }
 }
 
-// A split holds groups of queries instead of requests, and query rows are two pieces each (decode/split_rows.cuh).
+// A split holds groups of queries instead of requests.
 struct FormsCall {
     using Work = GroupedWork;
     using Hidden = HiddenOfWindows;
@@ -47,12 +47,7 @@ struct FormsCall {
 
     template <class Tile>
     MLA_DEVICE static float score(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row, const u16* key) {
-        const SplitRow query = split_query_row(p, Work::of(item), kv_head, row);
-        float dot = plain_dot<typename Tile::Element>(query.latent, key, kHeadDimV);
-        if constexpr (Tile::kHeadDimQk > kHeadDimV) {
-            dot += plain_dot<typename Tile::Element>(query.rope, key + kHeadDimV, Tile::kHeadDimQk - kHeadDimV);
-        }
-        return __fmul_rn(dot, p.scale_log2);
+        return split_score<Tile>(p, split_query_row(p, Work::of(item), kv_head, row), key);
     }
 
     MLA_DEVICE static void turn(const DecodeParams& p, const WorkItem& item, i32 row, i32 column, float2& x) {

@@ -17,9 +17,9 @@
 //   load    |        K' groups 0, 1, 2 ->                 | K'' groups 0, 1, 2 ->
 //   query   |              Q of the next work item
 //
-// Variants: a mask over drafts, optional inputs (attention/query_groups.cuh). With optional inputs a split holds groups
-// of queries instead of requests, masks begin where the windows of rows do, and query rows are in two arrays
-// (decode/split_rows.cuh). decode/sm90_small.cuh processes the tiles.
+// Query rows may be in two arrays (decode/split_rows.cuh). Variants: a mask over drafts, optional inputs
+// (attention/query_groups.cuh). With optional inputs a split holds groups of queries instead of requests, and masks
+// begin where the windows of rows do. decode/sm90_small.cuh processes the tiles.
 //
 // Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025). Here a single math warpgroup reads V^T
 // from the tile of keys without a transpose.
@@ -44,10 +44,14 @@ namespace mla::decode::sm90 {
 using Params = DecodeFormParams;
 using Work = GroupedWork;
 MLA_DECODE_FORM_FACTS();
-#else
+#elif MLA_TREE_MASK
 using Params = DecodeParams;
 using Work = ScheduledWork;
 MLA_DECODE_FACTS();
+#else
+using Params = DecodeRopeParams;
+using Work = SplitQueryWork;
+MLA_DECODE_ROPE_FACTS();
 #endif
 
 using Small = Config<MLA_DTYPE, MLA_BLOCK_ROWS, MLA_HEAD_DIM_QK, MLA_TREE_MASK, Work>;
@@ -99,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         init_storage(s);
     }
     __syncthreads();
-    prefetch_inputs<Work, ItemRows<Work>::kLatentLines<Small>>(p);
+    prefetch_inputs<Work, ItemRows<Work>::kLatentLines<Small>, ItemRows<Work>::kRopeLine<Small>>(p);
     wait_for_inputs<Small>(p);
 
     const i32 warp = uniform_warp();

@@ -119,7 +119,6 @@ class QuantizeOutputParams(Params):
 class FormAddresses(Params):
     """Struct of `attention/query_groups.cuh`."""
 
-    q_rope: Address
     groups: Address
     out_cos: Address
     out_sin: Address
@@ -130,8 +129,7 @@ class DecodeFormParams(Params):
     """Struct of `attention/query_groups.cuh`."""
 
     form_addresses: FormAddresses
-    decode_params: DecodeParams
-    q_rope_stride_b_s_h_elems: tuple[I64, I64, I64]
+    decode_rope_params: DecodeRopeParams
     out_cos_stride_elems: I64
     out_sin_stride_elems: I64
     out_positions_stride_b_s_bytes: tuple[I64, I64]
@@ -202,6 +200,20 @@ class DecodeScheduleParams(Params):
     piece_cost: I32
     cp_world: I32
     cp_rank: I32
+
+
+class RopeAddress(Params):
+    """Struct of `attention/split_queries.cuh`."""
+
+    q_rope: Address
+
+
+class DecodeRopeParams(Params):
+    """Struct of `attention/split_queries.cuh`."""
+
+    rope_address: RopeAddress
+    decode_params: DecodeParams
+    q_rope_stride_b_s_h_elems: tuple[I64, I64, I64]
 
 
 class AbsorbAddresses(Params):

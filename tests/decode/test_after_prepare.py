@@ -33,6 +33,8 @@ def call(kernel: str, early: bool, seqlens: tuple[int, int], instruction: str = 
     width = plan.get("d_head") or 512
     results = [np.full((2, 2, 4, width), MARK, ml_dtypes.bfloat16), np.full((2, 4, 2), MARK, np.float32)]
     options: dict[str, Any] = {"project": mla_cupy.Project(w_uv)} if width == 128 else {}
+    if plan.get("q_rope"):
+        q, options["q_rope"] = q[..., :512], q[..., 512:]
     with simulated(3):
         made = mla_cupy.plan_decode(**SIZES, **plan, kernel=kernel, after_prepare=early)
         made.update(lengths)
@@ -53,11 +55,12 @@ def call(kernel: str, early: bool, seqlens: tuple[int, int], instruction: str = 
     [
         ("decode_sm90_small", {}),
         ("decode_sm90_small", {"d_head": 128}),
+        ("decode_sm90_small", {"q_rope": True}),
         ("decode_sm90_small_cluster8", {}),
         ("decode_sm90_seesaw", {}),
         ("decode_sm90_small", {"batch_invariant": True, "split_tokens": 64}),
     ],
-    ids=["small", "w_uv", "cluster", "seesaw", "pieces"],
+    ids=["small", "w_uv", "two arrays", "cluster", "seesaw", "pieces"],
 )
 def test_same_results(kernel: str, plan: dict[str, Any], seqlens: tuple[int, int]) -> None:
     wanted, got = (call(kernel, early, seqlens, **plan) for early in (False, True))

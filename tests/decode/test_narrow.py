@@ -233,7 +233,7 @@ test_sm90_is_caught, test_sm90_as_it_is = mutant_suite(
     [
         Mutant(
             "queries that are not padded",
-            "decode/sm90_load.cuh",
+            "decode/split_rows.cuh",
             "present && (!kPadded || chunk < kChunks)",
             "present",
         ),

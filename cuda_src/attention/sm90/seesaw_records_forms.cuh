@@ -138,7 +138,7 @@ struct ScoutedQuery<C, SlimTileWalk<GroupedWork>> {
         const i32 row = walk.get(Before::kFirstRow), rows = walk.get(Before::kNumRows);
         if (rows <= 0 || lane >= C::kSwTilesQk) return;
         const u16* from = part_of_row(C::Tokens::query_row(block.p, query, kv_head, row), column) + column;
-        const i64 stride = column < kHeadDimV ? block.p.q_stride_h_elems : forms_of(block.p).q_rope_stride_h_elems;
+        const i64 stride = column < kHeadDimV ? block.p.q_stride_h_elems : rope_of(block.p).q_rope_stride_h_elems;
 #pragma unroll 1
         for (i32 i = 0; i < rows; ++i, from += stride) prefetch_global_l2(from);
     }
@@ -156,8 +156,7 @@ struct QueryStart<C, GroupedWork> {
         if constexpr (kQuerySteps<C> > kLatentSteps) {
             opaque(query);  // the address again, rather than both at once
             to.template start_steps<kLatentSteps, kQuerySteps<C>>(
-                part_of_row(first_query_row(block, query, to.warp), kHeadDimV),
-                forms_of(block.p).q_rope_stride_h_elems);
+                part_of_row(first_query_row(block, query, to.warp), kHeadDimV), rope_of(block.p).q_rope_stride_h_elems);
         }
     }
 };

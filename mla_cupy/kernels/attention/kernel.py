@@ -28,6 +28,8 @@ FORMS = (*SINK, "q_rope", "packed", "out_rope", "window")
 """All optional inputs."""
 ON_DEMAND_RECORDS = ("v32-nope",)
 """Formats with builds that are compiled at the first call that needs them: no image contains these builds."""
+IN_PARTS = ("q_rope",)
+"""The optional input of plain builds with `DecodeRopeParams`: queries in two arrays."""
 FORM_PARAMS: dict[str, type[Params]] = {"forms": DecodeFormParams}
 """The parameters of builds `with_forms`."""
 
@@ -79,15 +81,18 @@ def with_forms(*builds: Variant) -> tuple[Variant, ...]:
     return tuple(build.extended(forms="forms") for build in builds)
 
 
-def form_variant(plain: Variant, problem: Any) -> Variant:
-    """The build for a problem like `plain`: with optional inputs if the problem has more than a sink."""
-    return with_forms(plain)[0] if wants_forms(problem) else plain
+def form_variant(plain: Variant, problem: Any, own: tuple[str, ...] = ()) -> Variant:
+    """The build for a problem like `plain`: with optional inputs if the problem has more than a sink and `own` ones."""
+    return with_forms(plain)[0] if wants_forms(problem, own) else plain
 
 
-def wants_forms(problem: Any) -> bool:
-    """True if a problem has optional inputs other than a sink; problems of sparse attention have none."""
+def wants_forms(problem: Any, own: tuple[str, ...] = ()) -> bool:
+    """True if a problem has optional inputs other than a sink and a plain build's `own`.
+
+    Problems of sparse attention have none.
+    """
     forms = getattr(problem, "forms", None)
-    return forms is not None and forms.beyond_sink
+    return forms is not None and not {*forms.names} <= {*SINK, *own}
 
 
 def tree_or_forms(problem: Any) -> Reason | None:

@@ -14,8 +14,10 @@ from mla_cupy.kernels.params import (
     DecodeFormParams,
     DecodeFp8Params,
     DecodeParams,
+    DecodeRopeParams,
     FormAddresses,
     Fp8ScaleAddresses,
+    RopeAddress,
 )
 from mla_cupy.kernels.pipeline import Call, LaunchArgs
 
@@ -24,9 +26,11 @@ def args_of(config: DecodeConfig, call: Call, params: DecodeParams) -> LaunchArg
     """Arguments of the attention kernel: `params` in the struct that its build declares, and its tensor maps."""
     kv_cache, variant = call.view("kv_cache"), config.variant
     struct = config.kernel.params_of(variant)
-    filled: DecodeParams | DecodeFormParams | DecodeFp8Params = params
+    filled: DecodeParams | DecodeRopeParams | DecodeFormParams | DecodeFp8Params = params
     if struct is DecodeFp8Params:
         filled = _fp8_params(config, call, params)
+    elif struct is DecodeRopeParams:
+        filled = _rope_params(config, call, params)
     elif struct is DecodeFormParams:
         filled = _form_params(config, call, params)
     maps = config.kernel.kv_maps(kv_cache, variant)
@@ -90,18 +94,24 @@ def _fp8_params(config: DecodeConfig, call: Call, params: DecodeParams) -> Decod
     )
 
 
+def _rope_params(config: DecodeConfig, call: Call, params: DecodeParams) -> DecodeRopeParams:
+    return DecodeRopeParams(
+        rope_address=RopeAddress(q_rope=call.name("q_rope")),
+        decode_params=params,
+        q_rope_stride_b_s_h_elems=query_strides(call, "q_rope" if config.problem.forms.q_rope else "q"),
+    )
+
+
 def _form_params(config: DecodeConfig, call: Call, params: DecodeParams) -> DecodeFormParams:
     cos, positions = call.views["out_cos"], call.views["out_positions"]
     return DecodeFormParams(
         form_addresses=FormAddresses(
-            q_rope=call.name("q_rope"),
             groups=config.groups_part,
             out_cos=call.name("out_cos"),
             out_sin=call.name("out_sin"),
             out_positions=call.name("out_positions"),
         ),
-        decode_params=params,
-        q_rope_stride_b_s_h_elems=query_strides(call, "q_rope" if config.problem.forms.q_rope else "q"),
+        decode_rope_params=_rope_params(config, call, params),
         out_cos_stride_elems=call.stride("out_cos"),
         out_sin_stride_elems=call.stride("out_sin"),
         out_positions_stride_b_s_bytes=position_strides(call),

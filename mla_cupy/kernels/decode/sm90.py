@@ -7,6 +7,7 @@ from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels.attention.kernel import (
     FORM_PARAMS,
     FORMS,
+    IN_PARTS,
     KEY_VARIANTS,
     READS_ROWS,
     TREE_VARIANTS,
@@ -16,7 +17,7 @@ from mla_cupy.kernels.attention.kernel import (
     with_forms,
 )
 from mla_cupy.kernels.decode.problem import DecodeProblem, tree_variant
-from mla_cupy.kernels.params import DecodeParams
+from mla_cupy.kernels.params import DecodeParams, DecodeRopeParams
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, HOPPER, Reason, Variant, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
@@ -112,14 +113,14 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_seesaw",
     "dense decode with WGMMA and TMA: two warpgroups that take turns on the tensor cores",
     "decode/sm90_seesaw.cu",
-    DecodeParams,
+    DecodeRopeParams,
     HOPPER,
     (*KEY_VARIANTS, *TREE_VARIANTS, *with_forms(*KEY_VARIANTS)),
     core=DTYPE_VARIANTS,
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
-    params_with=FORM_PARAMS,
+    params_with={**FORM_PARAMS, "tree_mask": DecodeParams},
     unsupported=_unsupported,
-    variant=lambda problem, device: form_variant(tree_variant(problem, device), problem),
+    variant=lambda problem, device: form_variant(tree_variant(problem, device), problem, IN_PARTS),
     block_rows=BLOCK_M,
     kv_maps=_seesaw_maps,
     counts_partials=True,

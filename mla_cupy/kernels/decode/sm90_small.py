@@ -9,6 +9,7 @@ from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import (
     FORM_PARAMS,
     FORMS,
+    IN_PARTS,
     NARROW_VALUES,
     AttentionKernel,
     form_variant,
@@ -21,7 +22,7 @@ from mla_cupy.kernels.attention.kernel import (
 from mla_cupy.kernels.decode import sm90
 from mla_cupy.kernels.decode.heuristics import MAX_SHARED_TILES, MOST_SHARED_TILES
 from mla_cupy.kernels.decode.problem import DecodeProblem
-from mla_cupy.kernels.params import DecodeParams
+from mla_cupy.kernels.params import DecodeParams, DecodeRopeParams
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
@@ -59,12 +60,12 @@ def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
 
 def variant(problem: DecodeProblem, device: DeviceInfo) -> Variant:
     """The narrowest build that holds the rows; more rows than the widest has are divided among blocks."""
-    plain = problem.d_qk == D_QK and not problem.tree_mask and not wants_forms(problem)
+    plain = problem.d_qk == D_QK and not problem.tree_mask and not wants_forms(problem, IN_PARTS)
     builds = NARROW_BLOCK_ROWS.get(problem.d_qk, BLOCK_ROWS if plain else OTHER_BLOCK_ROWS)
     build = Variant(dtype=problem.dtype, block_rows=narrowest(builds, problem.rows))
     if problem.tree_mask:
         return build.extended(tree_mask=1)
-    return form_variant(build if problem.d_qk == D_QK else build.extended(head_dim_qk=problem.d_qk), problem)
+    return form_variant(build if problem.d_qk == D_QK else build.extended(head_dim_qk=problem.d_qk), problem, IN_PARTS)
 
 
 _OTHER = variants(dtype=HALF, block_rows=OTHER_BLOCK_ROWS)
@@ -73,7 +74,7 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_small",
     "dense decode with WGMMA and TMA for up to 32 query rows, or small batches, with swapped operands",
     "decode/sm90_small.cu",
-    DecodeParams,
+    DecodeRopeParams,
     HOPPER,
     (
         *variants(dtype=HALF, block_rows=BLOCK_ROWS),
@@ -88,7 +89,7 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     ),
     core=variants(dtype=HALF, block_rows=(16,)),
     facts={"tile_tokens": TILE_TOKENS},
-    params_with=FORM_PARAMS,
+    params_with={**FORM_PARAMS, "tree_mask": DecodeParams},
     unsupported=unsupported,
     preferred=preferred,
     variant=variant,

@@ -8,6 +8,7 @@ from mla_cupy.kernels.decode import sm90, sm90_small
 from mla_cupy.kernels.decode.clusters import ClusterKernel
 from mla_cupy.kernels.decode.heuristics import MAX_CLUSTERS, MIN_TILES_PER_BLOCK
 from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.spec import Reason, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
@@ -44,7 +45,7 @@ KERNEL = ClusterKernel(
     "decode_sm90_small_cluster8",
     f"dense decode of small batches in one launch: clusters of {BLOCKS} blocks share a request and merge",
     "decode/sm90_small_cluster8.cu",
-    sm90_small.KERNEL.params,
+    DecodeParams,
     sm90_small.KERNEL.archs,
     (*_BUILDS[D_QK], *_BUILDS[D_V]),
     core=_BUILDS[D_QK],
