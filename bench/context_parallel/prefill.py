@@ -57,7 +57,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 class Case(NamedTuple):
-    """What is timed: attention of one sequence, and how often."""
+    """Attention of one sequence, and the number of timed calls."""
 
     kind: str
     tokens: int

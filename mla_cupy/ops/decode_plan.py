@@ -396,8 +396,8 @@ def plan_decode(
     split_tokens : int
         A multiple of 64, and at least 1/256 of max_pages * page_size. Has no effect without `batch_invariant`.
     after_prepare : bool
-        A promise about every call with the plan: of its inputs, the call right before it on the stream writes only q
-        and the last s_q tokens of each sequence, as `mla_prepare` does. Attention with few query rows then reads the
+        A promise about every call with the plan: of its inputs, the call right before it on the stream writes only the
+        queries and the last s_q tokens of each sequence, as `mla_prepare` does. Attention with few query rows then reads the
         lengths, the block table and older tokens while that call runs. "Around attention" in the documentation has the
         rules.
     device : int or "cpu", optional
