@@ -397,9 +397,9 @@ def plan_decode(
         A multiple of 64, and at least 1/256 of max_pages * page_size. Has no effect without `batch_invariant`.
     after_prepare : bool
         A promise about every call with the plan: of its inputs, the call right before it on the stream writes only the
-        queries and the last s_q tokens of each sequence, as `mla_prepare` does. Attention with few query rows then reads the
-        lengths, the block table and older tokens while that call runs. "Around attention" in the documentation has the
-        rules.
+        queries and the last s_q tokens of each sequence, as `mla_prepare` does. Attention with few query rows then
+        reads the lengths, the block table and older tokens while that call runs. "Around attention" in the
+        documentation has the rules.
     device : int or "cpu", optional
         CUDA ordinal. Default: CuPy's current device; without a GPU, the NumPy backend. "cpu": for arrays in host
         memory, which are computed on a GPU if there is one.
