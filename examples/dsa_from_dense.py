@@ -1,6 +1,6 @@
 """Train a small MLA model, teach it a lightning indexer, continue sparse.
 
-    python examples/dsa_from_dense.py --quick                      # a tiny model, two minutes on a CPU
+    python examples/dsa_from_dense.py --quick                      # a tiny model, a minute on a CPU
     python examples/dsa_from_dense.py --out run --budget 25        # all stages on one GPU
     python examples/dsa_from_dense.py --out run --stage warmup     # one stage; run it again to continue it
 
@@ -98,7 +98,7 @@ QUICK = Size(
     index_heads=4,
     rate=4e-3,
     rate_of_indexers=1e-2,
-    steps={"dense": 300, "warmup": 50, "sparse": 15, "compare": 3},
+    steps={"dense": 150, "warmup": 30, "sparse": 8, "compare": 2},
     early={},
     every=25,
     rows=4,
@@ -856,7 +856,7 @@ def summary(run: Run) -> bool:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny model: two minutes; without a GPU always")
+    parser.add_argument("--quick", action="store_true", help="a tiny model: a minute; without a GPU always")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="default: dsa_from_dense, with --quick a temporary folder"
     )

@@ -275,7 +275,7 @@ def run_beside(operation: str, kernel: str, option: str, place: AbstractContextM
 
 
 # ---- Tests -----------------------------------------------------------------------------------------------------
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize(("operation", "kernel"), [*KERNELS, *IN_99KB])
 def test_every_kernel(operation: str, kernel: str) -> None:
     run_first(candidates(operation, kernel))

@@ -49,6 +49,7 @@ def call(kernel: str, early: bool, seqlens: tuple[int, int], instruction: str = 
     return results
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seqlens", [OLD, NEW, NONE], ids=["old", "new", "none"])
 @pytest.mark.parametrize(
     ("kernel", "plan"),
