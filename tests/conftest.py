@@ -12,9 +12,10 @@ import pytest
 
 os.environ.setdefault("MLA_CUPY_JIT", "lazy")  # the import must not start compilers during the tests
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # The threads of NumPy's matrix products spin while they wait for one another: where not all of them have a core of
-    # their own, a test that takes one second alone was seen to take thirty.
+    # The threads of NumPy's and PyTorch's matrix products spin while they wait for one another: where not all of them
+    # have a core of their own, a test that takes one second alone was seen to take thirty.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.pop("COLUMNS", None)  # of the workers' own terminal, which output under test is not written to
 
 from mla_cupy.ops.call import forget

@@ -46,7 +46,7 @@ def test_cached_tokens(name: str, cached: int, place: str) -> None:
     "name", [pytest.param(name, marks=pytest.mark.one_in(4)) for name in ("deepseek_v2", "deepseek_v3", "glm_moe_dsa")]
 )
 def test_long_contexts(name: str, place: str) -> None:
-    _check_step(name, 4097 if place == "cuda" else 2049, place)
+    _check_step(name, 4097, place)
 
 
 def test_a_long_context_of_the_stock_code() -> None:
