@@ -1,7 +1,7 @@
 """Dense attention to gathered latents, forward and backward: keys and values exist for a chunk of them at a time.
 
 Latents travel once in each direction. Exchanges between the chunks would cost more: ranks come to them at different
-times, and NCCL's kernels keep multiprocessors busy while they wait for one another.
+times, and NCCL's kernels probably keep multiprocessors busy while they wait for one another.
 """
 
 from __future__ import annotations
@@ -114,9 +114,8 @@ class Backward:
         gathered = pending.wait()
         for chunk in self.attention.chunks:
             if chunk.calls:
-                gradients[chunk.order] = self._pull(chunk.calls, gathered[chunk.order], causal=False).to(
-                    gradients.dtype
-                )
+                gradient = self._pull(chunk.calls, gathered[chunk.order], causal=False)
+                gradients[chunk.order] = gradient.to(gradients.dtype)
         self.drows += links.added_up(gradients, len(self.rows))
         sums, given = (self.dq, self.dq_rope, self.drows), (self.q, self.q_rope, self.rows)
         pairs = zip((*sums, *self.dparameters), (*given, *self.parameters), strict=True)
